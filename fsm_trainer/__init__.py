@@ -1,0 +1,1 @@
+"""fsm-trainer: RL post-training in which every worker is a finite-state machine."""

@@ -1,0 +1,44 @@
+"""The states, triggers, actions and roles by name; a test holds them and ``states/`` together."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a worker is."""
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+    ROLLOUT = "rollout"
+
+
+class State(StrEnum):
+    """What a worker holds, by name; ``states/`` says which resources that are."""
+
+    DISCONNECTED = "disconnected"
+    SLEEPING = "sleeping"
+    AWAKE = "awake"
+    CONNECTED = "connected"
+
+
+class Trigger(StrEnum):
+    """What moves a worker; ``SEVER`` and ``FAIL`` are never planned."""
+
+    START = "start"
+    WAKE = "wake"
+    CONNECT = "connect"
+    DISCONNECT = "disconnect"
+    SLEEP = "sleep"
+    STOP = "stop"
+    SEVER = "sever"
+    FAIL = "fail"
+
+
+class LinkState(StrEnum):
+    """How a link stands."""
+
+    DOWN = "down"
+    OPENING = "opening"
+    UP = "up"
+    BROKEN = "broken"

@@ -1,0 +1,1 @@
+"""Samples, trajectories, data sources and rewards: token in, token out. Imports no torch at top."""

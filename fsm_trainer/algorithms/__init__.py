@@ -1,0 +1,1 @@
+"""Pure torch functions of RL post-training: advantages, losses, KL estimators, masked sums."""

@@ -1,0 +1,1 @@
+"""The command line: run, look at, explain and replay machines and runs."""

@@ -1,0 +1,1 @@
+"""The runtime: driver, reconciler, cluster, journal, metrics, logs and checkpoints of a run."""

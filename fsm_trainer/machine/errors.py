@@ -7,6 +7,7 @@ All derive from :class:`FsmError`; none is an ``AssertionError``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class FsmError(Exception):
@@ -116,3 +117,14 @@ class SelfCheckFailed(FsmError):
 
 class WorkerLost(FsmError):
     """Raised when a worker's process is gone or does not answer, and could not be replaced."""
+
+
+class JournalError(FsmError):
+    """Raised when a journal holds what isn't a record; ``line`` is None if it can't be read."""
+
+    def __init__(self, path: Path, line: int | None, reason: str) -> None:
+        self.path, self.line, self.reason = path, line, reason
+        super().__init__(f"{path}: {reason}" if line is None else f"{path}:{line}: {reason}")
+
+    def __reduce__(self) -> tuple[type[JournalError], tuple[Path, int | None, str]]:
+        return type(self), (self.path, self.line, self.reason)

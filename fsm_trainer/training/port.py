@@ -26,7 +26,7 @@ class Scores(NamedTuple):
     logprobs: torch.Tensor
     """``[batch, time]``, float32: log p(tokens[t] | tokens[<t]); index 0 is zero."""
     entropy: torch.Tensor | None = None
-    """``[batch, time]``, float32: entropy (nats) of the distribution of token t; index 0 is zero."""
+    """``[batch, time]``, float32: entropy (nats) of what token t was drawn from; index 0 is 0."""
 
 
 class ModelPort(Protocol):

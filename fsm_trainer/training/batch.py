@@ -1,0 +1,165 @@
+"""Trajectories as tensors, and who computes which of them when.
+
+Quantities "of token t" live at index t of ``[batch, time]``; index 0 is always masked. Padding
+stands on the right. Rows are addressed by their global index, the same on every rank; -1 is a
+blank row, which fills a rank's share up to that of the others and counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fsm_trainer.data.trajectory import Status, Trajectory
+from fsm_trainer.machine.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Right-padded trajectories; ``[batch, time]`` or ``[batch]`` tensors on one device."""
+
+    tokens: torch.Tensor
+    """int64 ``[batch, time]``: prompt, response, padding."""
+    attention_mask: torch.Tensor
+    """int64 ``[batch, time]``: 1 on prompt and response."""
+    loss_mask: torch.Tensor
+    """float32 ``[batch, time]``: 1 where the policy generated the token, so it is trained on."""
+    engine_logprobs: torch.Tensor
+    """float32 ``[batch, time]``: the rollout engine's log-probabilities."""
+    rewards: torch.Tensor
+    """float32 ``[batch]``."""
+    truncated: torch.Tensor
+    """float32 ``[batch]``: 1 where the generation ran into its limit."""
+    index: torch.Tensor
+    """int64 ``[batch]``: place in the collated order; -1 for a blank row."""
+    groups: tuple[str, ...]
+    """``[batch]``: rows of equal group are compared with each other."""
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def time(self) -> int:
+        """Columns, padding included."""
+        return self.tokens.shape[1]
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Generated tokens of each row, float32 ``[batch]``."""
+        return self.loss_mask.sum(dim=1)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch with its tensors on ``device``."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def select(self, rows: torch.Tensor | Sequence[int]) -> Batch:
+        """Return the named rows, in that order; -1 gives a blank row, which is masked throughout.
+
+        A blank row keeps the tokens of row 0, so that a model can run on it.
+        """
+        given = torch.as_tensor(rows, dtype=torch.int64, device=self.tokens.device)
+        source = given.clamp(min=0)
+        chosen = replace(
+            self._each(lambda tensor: tensor[source]),
+            groups=tuple(self.groups[row] for row in source.tolist()),
+        )
+        blank = given < 0
+        return replace(
+            chosen,
+            loss_mask=chosen.loss_mask.masked_fill(blank[:, None], 0.0),
+            index=chosen.index.masked_fill(blank, -1),
+        )
+
+    def shard(self, rank: int, world: int) -> Batch:
+        """Return ``rank``'s share, as many rows as every other rank's."""
+        return self.select(shard(torch.arange(len(self)), rank, world))
+
+    def trim(self) -> Batch:
+        """Return the batch without the columns that are padding in every row."""
+        time = int(self.attention_mask.sum(dim=1).max()) if len(self) else 0
+        return self._each(lambda tensor: tensor[:, :time] if tensor.dim() == 2 else tensor)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {k: change(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **(values | tensors))
+
+
+def collate(trajectories: Sequence[Trajectory], pad_token: int) -> Batch:
+    """Return the trajectories as one right-padded batch on the CPU.
+
+    Raises ``DataError`` if there is none, or one has no reward.
+    """
+    if not trajectories:
+        raise DataError("no trajectory to train on: every rollout of this step was dropped")
+    for trajectory in trajectories:
+        if trajectory.reward is None:
+            raise DataError(
+                f"trajectory of sample {trajectory.sample.id!r} ({trajectory.status}) has no "
+                "reward: score it, or drop it, before it is collated"
+            )
+    tokens = [trajectory.tokens for trajectory in trajectories]
+    lengths = torch.tensor([len(row) for row in tokens])
+    time = int(lengths.max())
+    return Batch(
+        tokens=_padded(tokens, time, pad_token, torch.int64),
+        attention_mask=(torch.arange(time) < lengths[:, None]).long(),
+        loss_mask=_padded([t.loss_mask for t in trajectories], time, 0, torch.float32),
+        engine_logprobs=_padded([t.logprobs for t in trajectories], time, 0, torch.float32),
+        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+        truncated=torch.tensor([float(t.status is Status.TRUNCATED) for t in trajectories]),
+        index=torch.arange(len(trajectories)),
+        groups=tuple(t.sample.group for t in trajectories),
+    )
+
+
+def shard(rows: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """Return each ``world``-th of ``rows`` from ``rank`` on, filled up with -1 to equal lengths."""
+    share = -(-len(rows) // world)
+    filled = torch.full((share * world,), -1, dtype=torch.int64)
+    filled[: len(rows)] = rows
+    return filled[rank::world]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Minibatch:
+    """What one optimizer step reads."""
+
+    rows: torch.Tensor
+    """int64 ``[rows]``: all ranks' rows, without blanks."""
+    micro_batches: tuple[torch.Tensor, ...]
+    """This rank's rows, a forward pass each; as many on every rank."""
+
+
+def draw_epoch(
+    count: int,
+    minibatches: int,
+    generator: torch.Generator,
+    *,
+    micro_batch: int,
+    rank: int,
+    world_size: int,
+) -> list[Minibatch]:
+    """Return one pass over ``count`` rows in a random order, as this rank walks it.
+
+    The order is drawn over global rows and only then dealt to the ranks: with generators in equal
+    states, every rank draws the same minibatches, and so does another number of ranks.
+    """
+    order = torch.randperm(count, generator=generator)
+    epoch = []
+    for rows in order.tensor_split(min(minibatches, count)):
+        own = shard(rows, rank, world_size)
+        starts = range(0, len(own), micro_batch)
+        epoch.append(Minibatch(rows, tuple(own[at : at + micro_batch] for at in starts)))
+    return epoch
+
+
+def _padded(
+    rows: Iterable[npt.NDArray[np.generic]], time: int, fill: float, dtype: torch.dtype
+) -> torch.Tensor:
+    table = [np.pad(row, (0, time - len(row)), constant_values=fill) for row in rows]
+    return torch.from_numpy(np.stack(table)).to(dtype)

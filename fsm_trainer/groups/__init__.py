@@ -1,0 +1,1 @@
+"""Process-group leases: rendezvous, epochs, open, revoke, close."""

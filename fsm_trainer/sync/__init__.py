@@ -1,0 +1,1 @@
+"""Weight push: manifest, buckets, acknowledgement, checksums."""

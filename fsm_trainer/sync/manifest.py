@@ -1,0 +1,213 @@
+"""What a push carries: names, dtypes, shapes and where each tensor lies in which bucket.
+
+Both sides hold the same manifest before a byte moves, and compare its digest. It holds no
+tensor, so that it can be pickled or written as JSON, and kept where torch isn't imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from fsm_trainer.machine.errors import ManifestMismatch
+
+if TYPE_CHECKING:
+    import torch
+
+BUCKET_BYTES = 64 * 2**20
+
+# Bytes per element, for every dtype that weights come in; torch's names without "torch.".
+ITEM_SIZE = {
+    **dict.fromkeys(("complex128",), 16),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (``float32``, ``bfloat16`` …) and shape of one tensor.
+
+    Raises ManifestMismatch when the dtype is not one that a push can carry.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_SIZE:
+            raise ManifestMismatch(
+                f"tensor {self.name!r} has dtype {self.dtype!r}, which a push can't carry; "
+                f"convert it to one of {', '.join(sorted(ITEM_SIZE))}"
+            )
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
+        """Describe ``tensor``."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of one element."""
+        return ITEM_SIZE[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.item_size
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor's place in a bucket: ``offset`` in bytes, divisible by the item size."""
+
+    spec: TensorSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A flat run of ``bytes`` bytes, in slot order, without gaps."""
+
+    slots: tuple[Slot, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The tensors of a push in the sender's order, and the buckets that they travel in.
+
+    ``aliases`` maps the name of a tied weight to the name under which its bytes travel. A tensor
+    bigger than ``bucket_bytes`` has a bucket of its own.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+    bucket_bytes: int = field(default=BUCKET_BYTES)
+
+    @classmethod
+    def of(
+        cls,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> Manifest:
+        """Describe tensors in the order given; tied weights (one storage, one view) once."""
+        specs: list[TensorSpec] = []
+        aliases: list[tuple[str, str]] = []
+        seen: dict[tuple[Any, ...], str] = {}
+        for name, tensor in named_tensors:
+            storage = tensor.untyped_storage().data_ptr()
+            view = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+            # A storage at address 0 is empty or on the meta device: equality means nothing.
+            first = seen.setdefault(view, name) if storage and tensor.numel() else name
+            if first is name:
+                specs.append(TensorSpec.of(name, tensor))
+            else:
+                aliases.append((name, first))
+        return cls(tuple(specs), tuple(aliases), bucket_bytes)
+
+    def __post_init__(self) -> None:
+        names = [spec.name for spec in self.tensors] + [alias for alias, _ in self.aliases]
+        twice = sorted({name for name in names if names.count(name) > 1}) if (
+            len(set(names)) != len(names)
+        ) else []
+        if twice:
+            raise ManifestMismatch(f"these names come twice: {', '.join(twice)}")
+        if self.bucket_bytes <= 0:
+            raise ManifestMismatch(f"bucket_bytes is {self.bucket_bytes}, must be above 0")
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The tensors in buckets, filled in order; inside a bucket wide dtypes come first."""
+        runs: list[list[TensorSpec]] = []
+        room = 0
+        for spec in self.tensors:
+            if not runs or spec.bytes > room:
+                runs.append([])
+                room = self.bucket_bytes
+            runs[-1].append(spec)
+            room -= spec.bytes
+        return tuple(_pack(run) for run in runs)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buckets together."""
+        return sum(spec.bytes for spec in self.tensors)
+
+    def check(self, receiver_specs: Iterable[TensorSpec]) -> None:
+        """Compare with what the receiver holds, before any byte moves.
+
+        A tied name may be absent at the receiver. Raises ManifestMismatch with all differences.
+        """
+        theirs = {spec.name: spec for spec in receiver_specs}
+        ours = {spec.name: spec for spec in self.tensors}
+        tied = {alias: ours[first] for alias, first in self.aliases}
+        expected = ours | tied
+        missing = sorted(ours.keys() - theirs.keys())
+        unexpected = sorted(theirs.keys() - expected.keys())
+        both = sorted(expected.keys() & theirs.keys())
+        shapes = [
+            f"{name} {list(expected[name].shape)} against {list(theirs[name].shape)}"
+            for name in both
+            if expected[name].shape != theirs[name].shape
+        ]
+        dtypes = [
+            f"{name} {expected[name].dtype} against {theirs[name].dtype}"
+            for name in both
+            if expected[name].dtype != theirs[name].dtype
+        ]
+        kinds = {
+            "the receiver lacks": missing,
+            "the sender lacks": unexpected,
+            "shapes differ (sender against receiver)": shapes,
+            "dtypes differ (sender against receiver)": dtypes,
+        }
+        found = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+        if found:
+            raise ManifestMismatch(
+                "sender and receiver hold different tensors; " + "; ".join(found)
+                + ". Load the same model configuration on both sides; nothing was sent"
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the JSON form, in hex: equal digests mean equal layouts."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Return a canonical JSON text of this manifest."""
+        tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors]
+        body = {"aliases": self.aliases, "bucket_bytes": self.bucket_bytes, "tensors": tensors}
+        return json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Return the manifest that :meth:`to_json` wrote."""
+        body = json.loads(text)
+        tensors = (TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in body["tensors"])
+        aliases = ((alias, first) for alias, first in body["aliases"])
+        return cls(tuple(tensors), tuple(aliases), body["bucket_bytes"])
+
+
+def _pack(run: list[TensorSpec]) -> Bucket:
+    slots: list[Slot] = []
+    offset = 0
+    # Before an item of size s lie only items of sizes s, 2s, 4s …: s divides every offset.
+    for spec in sorted(run, key=lambda spec: -spec.item_size):
+        slots.append(Slot(spec, offset))
+        offset += spec.bytes
+    return Bucket(tuple(slots), offset)
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -101,8 +102,7 @@ class Trajectory:
                 len(shape) == 3 and shape[0] == time[0] - 1,
                 f"routes is {shape}, not [{time[0] - 1}, layers, top_k]",
             )
-        if self.reward is not None:
-            self._require(math.isfinite(self.reward), f"reward is {self.reward}")
+        self._check_reward()
 
     @property
     def trained(self) -> int:
@@ -111,7 +111,15 @@ class Trajectory:
 
     def with_reward(self, reward: float, info: Mapping[str, float] | None = None) -> Trajectory:
         """Return a copy that carries ``reward``; ``info`` is added to what it carries already."""
-        return replace(self, reward=float(reward), info={**self.info, **(info or {})})
+        copied = copy(self)  # not dataclasses.replace: the arrays were checked already
+        object.__setattr__(copied, "reward", float(reward))
+        object.__setattr__(copied, "info", {**self.info, **(info or {})})
+        copied._check_reward()
+        return copied
+
+    def _check_reward(self) -> None:
+        if self.reward is not None:
+            self._require(math.isfinite(self.reward), f"reward is {self.reward}")
 
     def _check_values(self) -> None:
         mask = self.loss_mask
@@ -136,7 +144,7 @@ class Trajectory:
             given.dtype.kind in kinds, f"{name} is {given.dtype}, not {np.dtype(dtype).name}"
         )
         array = np.ascontiguousarray(given, dtype=dtype)
-        if np.dtype(dtype).kind in "iu":
+        if given.dtype != array.dtype and array.dtype.kind in "iu":
             # A silent wrap-around would train on another token than the engine wrote.
             self._require(np.array_equal(array, given), f"{name} does not fit {array.dtype}")
         array = array.view()

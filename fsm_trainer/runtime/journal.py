@@ -1,0 +1,178 @@
+"""The journal: what every worker did, one JSON object a line, in the order it was committed.
+
+``journal.jsonl`` is what :command:`fsm-train trace` replays against ``states/`` and what the
+report draws. A record is a line that ends: what a killed run left half-written is no record.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fsm_trainer.machine.errors import JournalError
+
+FORMAT: Literal[1] = 1
+
+
+class Kind(StrEnum):
+    """What a record tells of: an edge of the machine, work inside a state, or a fault."""
+
+    TRANSITION = "transition"
+    ACTION = "action"
+    FAULT = "fault"
+
+
+class Entry(BaseModel):
+    """One record of a journal."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    format: Literal[1]
+    """Version of this format."""
+    seq: int = Field(ge=1)
+    """1, 2, 3, ... over all workers: a gap is a lost record."""
+    time: float
+    """When it was committed: seconds since the epoch of Unix."""
+    worker: str = Field(min_length=1)
+    """Name of the worker, unique in the run: rollout-0."""
+    role: str = Field(min_length=1)
+    """actor, critic or rollout."""
+    rank: int = Field(ge=0)
+    """Rank of the process within its role."""
+    kind: Kind = Field(strict=False)
+    """transition, action or fault."""
+    trigger: str = Field(min_length=1)
+    """The trigger of a transition, or the name of an action or a fault."""
+    source: str
+    """State before."""
+    dest: str
+    """State after; as `source` for an action and for a transition that was undone."""
+    epoch: int | None = Field(ge=0)
+    """Epoch of the link that the worker holds or that this is about; null without one."""
+    version: str | None = Field(pattern=r"^\d+\.\d+$")
+    """`lineage.number` of the worker's weights afterwards; null if it has none or they are torn."""
+    seconds: float = Field(ge=0)
+    """How long it took."""
+    ok: bool
+    """False when it failed or was undone."""
+    error: str | None
+    """Why not ok; null when ok."""
+
+
+class Journal:
+    """Appends records to a journal; any thread may call it.
+
+    An existing journal is continued: its last, unfinished line is cut and ``seq`` goes on.
+    Raises :class:`JournalError` if what exists isn't a journal.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entries = _cut_unfinished(path) if path.exists() else []
+        self._seq = entries[-1].seq if entries else 0
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def record(
+        self,
+        *,
+        worker: str,
+        role: str,
+        rank: int,
+        kind: Kind,
+        trigger: str,
+        source: str,
+        dest: str,
+        epoch: int | None = None,
+        version: str | None = None,
+        seconds: float = 0.0,
+        ok: bool = True,
+        error: str | None = None,
+    ) -> Entry:
+        """Append one record, with the next ``seq`` and the time, and flush it."""
+        with self._lock:
+            entry = Entry(
+                format=FORMAT,
+                seq=self._seq + 1,
+                time=self._clock(),
+                worker=worker,
+                role=role,
+                rank=rank,
+                kind=kind,
+                trigger=trigger,
+                source=source,
+                dest=dest,
+                epoch=epoch,
+                version=version,
+                seconds=seconds,
+                ok=ok,
+                error=error,
+            )
+            self._file.write(entry.model_dump_json() + "\n")
+            self._seq = entry.seq
+            return entry
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_journal(path: Path) -> list[Entry]:
+    """Read all records of a journal.
+
+    Raises :class:`JournalError`, with file and line, for a line that isn't a record and for a
+    ``seq`` that doesn't follow the one before.
+    """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[Entry], int]:
+    """Give the records, and how many bytes of the file they take."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise JournalError(path, None, f"can't be read ({error.strerror})") from error
+    whole = content.rfind(b"\n") + 1
+    entries: list[Entry] = []
+    for number, line in enumerate(content[:whole].splitlines(), start=1):
+        try:
+            entry = Entry.model_validate_json(line)
+        except ValidationError as error:
+            raise JournalError(path, number, _first_reason(error)) from error
+        if entry.seq != number:
+            raise JournalError(
+                path, number, f"seq is {entry.seq}, must be {number}: a record is missing or moved"
+            )
+        entries.append(entry)
+    return entries, whole
+
+
+def _cut_unfinished(path: Path) -> list[Entry]:
+    entries, whole = _read(path)
+    if whole < path.stat().st_size:
+        os.truncate(path, whole)
+    return entries
+
+
+def _first_reason(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    return f"{field}: {first['msg']}" if field else first["msg"]

@@ -1,0 +1,220 @@
+"""Training groups that come and go under a DeepSpeed engine that stays.
+
+DeepSpeed keeps every process group that it made for as long as its engine lives, so a world that
+was destroyed and rebuilt leaves it with dead handles. All its communication passes one object, its
+communication backend. Ours hands out stand-ins instead of groups and resolves them at each call:
+the engine keeps the stand-ins, :meth:`TrainingGroups.open` puts living groups behind them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsm_trainer.machine.errors import CapabilityMissing, LeaseExpired, PeerLost
+
+if TYPE_CHECKING:
+    from fsm_trainer.groups.rendezvous import Address
+
+
+class _Group:
+    """What DeepSpeed holds in place of a process group; ``ranks`` None is the world."""
+
+    def __init__(self, owner: TrainingGroups, ranks: tuple[int, ...] | None) -> None:
+        self.owner, self.ranks = owner, ranks
+        self.live: Any = None
+
+    def resolve(self) -> Any:
+        """The living process group; raises :class:`LeaseExpired` between two epochs."""
+        if self.live is None:
+            raise LeaseExpired(self.owner.link, self.owner.epoch, "the training groups are closed")
+        return self.live
+
+    def size(self) -> int:
+        """Ranks in the group."""
+        return int(dist.get_world_size(self.resolve()))
+
+    def rank(self) -> int:
+        """This process's rank in the group, -1 outside of it."""
+        return int(dist.get_rank(self.resolve()))
+
+
+class TrainingGroups:
+    """All process groups of one trainer rank: rebuilt at each :meth:`open`, in creation order.
+
+    ``role`` and the epoch prefix the keys on the run's one store. ``timeout`` (seconds) bounds the
+    rendezvous and every collective. One instance a process has open groups at a time, because
+    torch has one world.
+    """
+
+    def __init__(
+        self,
+        store: Address,
+        role: str,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        backend: str = "gloo",
+    ) -> None:
+        self.link = f"train/{role}"
+        self.epoch = -1
+        self._address, self._rank, self._world_size = store, rank, world_size
+        self._timeout, self._backend = timedelta(seconds=timeout), backend
+        self._store: dist.Store | None = None
+        self._world = _Group(self, None)
+        self._made: list[_Group] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the groups of :attr:`epoch` live."""
+        return self._world.live is not None
+
+    @property
+    def world(self) -> _Group:
+        """The stand-in for the world."""
+        return self._world
+
+    def open(self, epoch: int) -> None:
+        """Meet the other ranks under ``epoch``; raises :class:`PeerLost` when one doesn't come."""
+        if dist.is_initialized():
+            raise CapabilityMissing(
+                f"{self.link} cannot open epoch {epoch}: torch.distributed is already initialized "
+                "in this process, which can hold one trainer at a time. Close the other first"
+            )
+        install()
+        self.epoch = epoch
+        try:
+            self._open()
+        except (RuntimeError, ValueError) as error:
+            self.close()
+            raise PeerLost(
+                f"rank {self._rank} of {self.link} waited {self._timeout.total_seconds():g} s for "
+                f"{self._world_size} ranks at {self._address[0]}:{self._address[1]} under epoch "
+                f"{epoch}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Destroy every group; afterwards torch has none registered."""
+        for group in (self._world, *self._made):
+            group.live = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def forget(self) -> None:
+        """Close, and drop what DeepSpeed still keeps of these groups; the engine is dead then."""
+        self.close()
+        self._made.clear()
+        if _backend is not None and _backend.groups is self:
+            _forget_references()
+            _backend.groups = None
+
+    def new(self, ranks: tuple[int, ...]) -> _Group:
+        """A stand-in for a new group of these ranks; called by DeepSpeed, on all ranks alike."""
+        group = _Group(self, ranks)
+        self._attach(group)
+        self._made.append(group)
+        return group
+
+    def _open(self) -> None:
+        if self._store is None:
+            host, port = self._address
+            self._store = dist.TCPStore(
+                host, port, None, False, timeout=self._timeout, wait_for_workers=False
+            )
+        dist.init_process_group(
+            self._backend,
+            store=dist.PrefixStore(f"{self.link}/{self.epoch}", self._store),
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=self._timeout,
+        )
+        self._world.live = dist.group.WORLD
+        _use(self)
+        for group in self._made:
+            self._attach(group)
+
+    def _attach(self, group: _Group) -> None:
+        ranks = list(group.ranks or ())
+        group.live = dist.new_group(ranks, timeout=self._timeout, backend=self._backend)
+
+
+_backend: Any = None
+"""DeepSpeed's communication backend is one a process, hence a module's variable."""
+
+
+@functools.cache
+def install() -> None:
+    """Import DeepSpeed such that it neither builds C++ at run time nor talks to a missing device.
+
+    Must be the process's first import of DeepSpeed, which decides both while it is imported.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # DeepSpeed's launcher sets it; under Ray each process sees its own device as number 0.
+    os.environ.setdefault("LOCAL_RANK", "0")
+    import deepspeed
+    from deepspeed.utils import logger
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logger.setLevel(logging.WARNING)
+
+
+def _use(groups: TrainingGroups) -> None:
+    """Make ``groups`` what DeepSpeed communicates through."""
+    global _backend
+    from deepspeed.comm import comm
+
+    if _backend is None:
+        _backend = _backend_class()("gloo", groups._timeout, None)
+    if _backend.groups is not groups:
+        _forget_references()
+    _backend.groups = groups
+    comm.cdb = _backend
+
+
+def _forget_references() -> None:
+    from deepspeed.utils import groups as deepspeed_groups
+
+    deepspeed_groups._release_process_group_references()
+
+
+def _resolving(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(a.resolve() if isinstance(a, _Group) else a for a in args)
+        kwargs = {k: v.resolve() if isinstance(v, _Group) else v for k, v in kwargs.items()}
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _backend_class() -> Callable[..., Any]:
+    """DeepSpeed's torch backend with every call resolving stand-ins first."""
+    from deepspeed.comm.torch import TorchBackend
+
+    class Reloadable(TorchBackend):  # type: ignore[misc]
+        groups: TrainingGroups | None = None
+
+        def init_process_group(self, *_: Any) -> None:
+            self.using_mpi = False  # the world is ours to open, and it is open
+
+        def new_group(self, ranks: Any) -> _Group:
+            if self.groups is None:
+                raise LeaseExpired("train", -1, "no training groups are open in this process")
+            return self.groups.new(tuple(ranks))
+
+        def get_world_group(self) -> _Group | None:
+            return None if self.groups is None else self.groups.world
+
+    for name, method in inspect.getmembers(TorchBackend, inspect.isfunction):
+        if not name.startswith("_") and name not in vars(Reloadable):
+            setattr(Reloadable, name, _resolving(method))
+    return Reloadable

@@ -18,7 +18,7 @@ class PolicyLoss(NamedTuple):
     loss: torch.Tensor
     """To be minimized; zeros in masked places."""
     log_ratio: torch.Tensor
-    """log(new policy / old policy), detached; zeros in masked places."""
+    """log(new policy / old policy), cut at 20, detached; zeros in masked places."""
     clipped: torch.Tensor
     """Bool: the clip took this token's gradient away."""
 
@@ -44,8 +44,8 @@ def policy_loss(
     Schulman et al. 2017, arXiv:1707.06347, equation 7:
     ``-min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)``.
     """
-    log_ratio = keep(logprobs - old_logprobs, mask)
-    ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+    log_ratio = keep(logprobs - old_logprobs, mask).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
     gain = keep(advantages, mask)
     plain = ratio * gain
     bounded = ratio.clamp(1 - clip, 1 + clip) * gain

@@ -63,17 +63,18 @@ def whiten(
     return keep(scaled.to(values.dtype), mask)
 
 
-def token_weights(mask: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
-    """Return each place's share of the loss, float32 ``[batch, time]``; they sum to 1.
+def token_weights(
+    mask: torch.Tensor, aggregation: Aggregation, whole: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return each place's share of a mean, float32 ``[batch, time]``; together they are 1.
 
     ``token``: every place counts alike. ``sequence``: every sequence that has any place counts
-    alike, and so do the places within it. Take the weights over a whole minibatch, then any part
-    of it may be summed apart: the mean doesn't depend on the parts.
+    alike, and so do the places within it. ``whole`` is the mask of all that the mean is taken over,
+    where ``mask`` is only a part (whole sequences) of it: the mean doesn't depend on the parts.
     """
     counts = (mask != 0).double()
-    lengths = counts.sum(dim=1, keepdim=True)
+    total = counts if whole is None else (whole != 0).double()
     if aggregation == "token":
-        weights = counts / lengths.sum().clamp(min=1)
-    else:
-        weights = counts / lengths.clamp(min=1) / (lengths > 0).sum().clamp(min=1)
-    return weights.float()
+        return (counts / total.sum().clamp(min=1)).float()
+    sequences = (total.sum(dim=1) > 0).sum().clamp(min=1)
+    return (counts / counts.sum(dim=1, keepdim=True).clamp(min=1) / sequences).float()

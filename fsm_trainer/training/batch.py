@@ -7,13 +7,16 @@ blank row, which fills a rank's share up to that of the others and counts for no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from fsm_trainer.algorithms.config import Aggregation
+from fsm_trainer.algorithms.masked import token_weights
 from fsm_trainer.data.trajectory import Status, Trajectory
 from fsm_trainer.machine.errors import DataError
 
@@ -102,18 +105,38 @@ def collate(trajectories: Sequence[Trajectory], pad_token: int) -> Batch:
                 f"trajectory of sample {trajectory.sample.id!r} ({trajectory.status}) has no "
                 "reward: score it, or drop it, before it is collated"
             )
-    tokens = [trajectory.tokens for trajectory in trajectories]
+    plain = assemble(
+        [trajectory.tokens for trajectory in trajectories],
+        [trajectory.loss_mask for trajectory in trajectories],
+        pad_token,
+    )
+    engine = _padded([t.logprobs for t in trajectories], plain.time, 0, torch.float32)
+    return replace(
+        plain,
+        engine_logprobs=engine,
+        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+        truncated=torch.tensor([float(t.status is Status.TRUNCATED) for t in trajectories]),
+        groups=tuple(t.sample.group for t in trajectories),
+    )
+
+
+def assemble(
+    tokens: Sequence[npt.NDArray[np.int32]],
+    loss_masks: Sequence[npt.NDArray[np.uint8]],
+    pad_token: int,
+) -> Batch:
+    """Return sequences without log-probabilities and rewards (zeros) as a batch on the CPU."""
     lengths = torch.tensor([len(row) for row in tokens])
-    time = int(lengths.max())
+    time, count = int(lengths.max()), len(tokens)
     return Batch(
         tokens=_padded(tokens, time, pad_token, torch.int64),
         attention_mask=(torch.arange(time) < lengths[:, None]).long(),
-        loss_mask=_padded([t.loss_mask for t in trajectories], time, 0, torch.float32),
-        engine_logprobs=_padded([t.logprobs for t in trajectories], time, 0, torch.float32),
-        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
-        truncated=torch.tensor([float(t.status is Status.TRUNCATED) for t in trajectories]),
-        index=torch.arange(len(trajectories)),
-        groups=tuple(t.sample.group for t in trajectories),
+        loss_mask=_padded(loss_masks, time, 0, torch.float32),
+        engine_logprobs=torch.zeros(count, time),
+        rewards=torch.zeros(count),
+        truncated=torch.zeros(count),
+        index=torch.arange(count),
+        groups=("",) * count,
     )
 
 
@@ -135,6 +158,25 @@ class Minibatch:
     """This rank's rows, a forward pass each; as many on every rank."""
 
 
+class Part(NamedTuple):
+    """One micro-batch of a rank, on the model's device."""
+
+    batch: Batch
+    weights: torch.Tensor
+    """Each place's share of the whole minibatch's mean, ``[batch, time]``."""
+    tables: tuple[torch.Tensor, ...]
+    """The same rows and columns of the tables that were given."""
+    last: bool
+    """No other micro-batch follows in this minibatch."""
+
+
+def deal(rows: torch.Tensor, micro_batch: int, rank: int, world_size: int) -> Minibatch:
+    """Return the minibatch of ``rows`` as one of ``world_size`` ranks walks it."""
+    own = shard(rows, rank, world_size)
+    starts = range(0, len(own), micro_batch)
+    return Minibatch(rows, tuple(own[at : at + micro_batch] for at in starts))
+
+
 def draw_epoch(
     count: int,
     minibatches: int,
@@ -150,12 +192,29 @@ def draw_epoch(
     states, every rank draws the same minibatches, and so does another number of ranks.
     """
     order = torch.randperm(count, generator=generator)
-    epoch = []
-    for rows in order.tensor_split(min(minibatches, count)):
-        own = shard(rows, rank, world_size)
-        starts = range(0, len(own), micro_batch)
-        epoch.append(Minibatch(rows, tuple(own[at : at + micro_batch] for at in starts)))
-    return epoch
+    shares = order.tensor_split(min(minibatches, count))
+    return [deal(rows, micro_batch, rank, world_size) for rows in shares]
+
+
+def parts(
+    batch: Batch,
+    minibatch: Minibatch,
+    aggregation: Aggregation,
+    device: torch.device,
+    *tables: torch.Tensor,
+) -> Iterator[Part]:
+    """Yield this rank's micro-batches with their shares of the minibatch's mean.
+
+    ``tables`` are ``[batch, time]`` as ``batch``; sums of ``weights * x`` over all parts of all
+    ranks are the mean of x over the minibatch.
+    """
+    whole = batch.loss_mask[minibatch.rows]
+    for number, rows in enumerate(minibatch.micro_batches, start=1):
+        part = batch.select(rows).trim()
+        weights = token_weights(part.loss_mask, aggregation, whole)
+        cut = tuple(table[rows.clamp(min=0), : part.time].to(device) for table in tables)
+        last = number == len(minibatch.micro_batches)
+        yield Part(part.to(device), weights.to(device), cut, last)
 
 
 def _padded(

@@ -1,0 +1,228 @@
+"""PPO with a critic, and GRPO without: one step's update, top to bottom.
+
+Every rank of a role calls the same function with the same batch (all of the step's trajectories),
+settings and generator state; each computes its share. A minibatch's loss is a mean over all of its
+tokens (or sequences), whichever rank or micro-batch computes them, so results don't depend on how
+many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsm_trainer.algorithms.advantages import gae, group_advantages
+from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
+from fsm_trainer.algorithms.kl import kl
+from fsm_trainer.algorithms.losses import policy_loss, value_loss
+from fsm_trainer.algorithms.masked import (
+    keep,
+    masked_max,
+    masked_mean,
+    mean_and_variance,
+    moments,
+    whiten,
+)
+from fsm_trainer.training.batch import Batch, Minibatch, draw_epoch, parts
+from fsm_trainer.training.port import Bank, ModelPort
+from fsm_trainer.training.tally import Tally
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Advantages:
+    """What the critic tells the actor; ``[batch, time]`` float32 on the CPU, zeros where masked."""
+
+    advantages: torch.Tensor
+    """How much better each token was than expected; not whitened."""
+    returns: torch.Tensor
+    """What the values are trained towards."""
+
+
+def critic_update(
+    model: ModelPort, batch: Batch, config: PPOConfig, generator: torch.Generator
+) -> tuple[Advantages, dict[str, float]]:
+    """Estimate advantages with the critic as it is, then train it; ``batch`` is on the CPU.
+
+    Gives the same advantages (of every row) and metrics on every rank.
+    """
+    epochs = _draw_epochs(model, batch, config.critic_epochs, config.minibatches, generator)
+    mask = batch.loss_mask
+    old_values = _old_values(model, batch, epochs[0])
+    advantages = gae(batch.rewards, old_values, mask, config.gamma, config.lam)
+    returns = keep(advantages + old_values, mask)
+
+    tally = Tally()
+    for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
+        for part in parts(batch, minibatch, config.aggregation, model.device, old_values, returns):
+            old, target = part.tables
+            values = model.values(part.batch)
+            errors = value_loss(values, old, target, part.batch.loss_mask, config.value_clip)
+            loss = (part.weights * errors.loss).sum()
+            model.backward(loss * model.world_size, part.last)
+            tally.add("critic/loss", loss)
+            tally.add("critic/clip_fraction", (part.weights * errors.clipped).sum())
+        tally.stepped(model.step())
+
+    metrics = {
+        "critic/value_mean": float(masked_mean(old_values, mask)),
+        "critic/return_mean": float(masked_mean(returns, mask)),
+        "critic/explained_variance": explained_variance(old_values, returns, mask),
+    }
+    return Advantages(advantages, returns), metrics | tally.reduce(model, "critic")
+
+
+def actor_update(
+    model: ModelPort,
+    batch: Batch,
+    advantages: torch.Tensor,
+    config: PolicyConfig,
+    generator: torch.Generator,
+    *,
+    frozen: bool = False,
+) -> dict[str, float]:
+    """Train the policy on ``advantages``, ``[batch, time]``; both are on the CPU, all rows.
+
+    With ``frozen`` it only measures: no optimizer step (the critic's warm-up). Gives the same
+    metrics on every rank.
+    """
+    epochs = _draw_epochs(model, batch, config.epochs, config.minibatches, generator)
+    mask = batch.loss_mask
+    # In the first epoch's own micro-batches: shapes are those of the gradient pass, so the first
+    # ratio is 1 to the last bit, and a drift means a fault rather than another reduction order.
+    old, entropy = _old_logprobs(model, batch, epochs[0], config.temperature, "live")
+    reference, _ = _old_logprobs(model, batch, epochs[0], config.temperature, "reference")
+    measured = _measure(batch, old, reference, entropy, advantages)
+    if frozen:
+        return measured
+    if config.whiten_advantages:
+        advantages = whiten(advantages, mask)
+
+    tally = Tally()
+    for number, minibatch in enumerate(minibatch for epoch in epochs for minibatch in epoch):
+        tables = (old, reference, advantages)
+        for part in parts(batch, minibatch, config.aggregation, model.device, *tables):
+            before, anchor, gain = part.tables
+            here = part.batch.loss_mask
+            scores = model.logprobs(
+                part.batch, config.temperature, with_entropy=config.entropy_coefficient > 0
+            )
+            surrogate = policy_loss(scores.logprobs, before, gain, here, config.clip)
+            # Masked first: the estimators are not linear, so garbage would reach the gradient.
+            penalty = kl(keep(scores.logprobs, here), keep(anchor, here), config.kl_estimator)
+            loss = (part.weights * (surrogate.loss + config.kl_coefficient * penalty)).sum()
+            if scores.entropy is not None:
+                bonus = (part.weights * keep(scores.entropy, here)).sum()
+                loss = loss - config.entropy_coefficient * bonus
+            model.backward(loss * model.world_size, part.last)
+
+            drift = surrogate.log_ratio
+            if number == 0:
+                tally.peak("check/ratio_drift", drift.abs().max())
+            tally.add("actor/loss", loss)
+            tally.add("actor/policy_loss", (part.weights * surrogate.loss).sum())
+            tally.add("actor/kl_loss", (part.weights * penalty).sum())
+            tally.add("actor/clip_fraction", (part.weights * surrogate.clipped).sum())
+            tally.add("actor/ratio_mean", (part.weights * drift.exp()).sum())
+            tally.add("actor/kl_old", (part.weights * kl(drift, 0 * drift, "k3")).sum())
+            tally.peak("actor/ratio_max", drift.max().exp())
+            tally.peak("actor/ratio_inverse_max", (-drift).max().exp())
+        tally.stepped(model.step())
+    return measured | tally.reduce(model, "actor")
+
+
+def grpo_update(
+    model: ModelPort, batch: Batch, config: GRPOConfig, generator: torch.Generator
+) -> dict[str, float]:
+    """Train the policy on advantages over each row's group; otherwise as :func:`actor_update`."""
+    advantages = group_advantages(batch.rewards, batch.groups, normalize_std=config.normalize_std)
+    spread = keep(advantages[:, None].expand_as(batch.loss_mask), batch.loss_mask)
+    return actor_update(model, batch, spread, config, generator)
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """Return ``1 - Var(returns - values) / Var(returns)``; 0 where the returns don't vary."""
+    _, unexplained = mean_and_variance(moments(returns - values, mask))
+    _, total = mean_and_variance(moments(returns, mask))
+    return 1.0 - float(unexplained / total) if total > 0 else 0.0
+
+
+def _measure(
+    batch: Batch,
+    logprobs: torch.Tensor,
+    reference: torch.Tensor,
+    entropy: torch.Tensor,
+    advantages: torch.Tensor,
+) -> dict[str, float]:
+    mask = batch.loss_mask
+    ours, theirs = keep(logprobs, mask), keep(reference, mask)
+    engine = (ours - keep(batch.engine_logprobs, mask)).abs()
+    figures = {
+        "train/reward": batch.rewards.mean(),
+        "train/kl": masked_mean(kl(ours, theirs, "k3"), mask),
+        "train/kl_k1": masked_mean(kl(ours, theirs, "k1"), mask),
+        "check/reference_gap": (ours - theirs).abs().max(),
+        "check/engine_gap_max": engine.max(),
+        "check/engine_gap_mean": masked_mean(engine, mask),
+        "actor/entropy": masked_mean(entropy, mask),
+        "actor/advantage_mean": masked_mean(advantages, mask),
+        "actor/advantage_max": masked_max(advantages.abs(), mask),
+        "rollout/length_mean": batch.lengths.mean(),
+        "rollout/length_max": batch.lengths.max(),
+        "rollout/truncated": batch.truncated.mean(),
+    }
+    return {name: float(figure) for name, figure in figures.items()}
+
+
+def _draw_epochs(
+    model: ModelPort, batch: Batch, epochs: int, minibatches: int, generator: torch.Generator
+) -> list[list[Minibatch]]:
+    return [
+        draw_epoch(
+            len(batch),
+            minibatches,
+            generator,
+            micro_batch=model.micro_batch,
+            rank=model.rank,
+            world_size=model.world_size,
+        )
+        for _ in range(epochs)
+    ]
+
+
+@torch.no_grad()
+def _old_values(model: ModelPort, batch: Batch, epoch: Sequence[Minibatch]) -> torch.Tensor:
+    table = torch.zeros_like(batch.loss_mask, device=model.device)
+    for rows, part in _forward_passes(model, batch, epoch):
+        _enter(table, rows, model.values(part))
+    return model.all_reduce(table).cpu()
+
+
+@torch.no_grad()
+def _old_logprobs(
+    model: ModelPort, batch: Batch, epoch: Sequence[Minibatch], temperature: float, bank: Bank
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropy of all rows, ``[batch, time]``, on the CPU of every rank."""
+    table = torch.zeros(2, *batch.loss_mask.shape, device=model.device)
+    for rows, part in _forward_passes(model, batch, epoch):
+        scores = model.logprobs(part, temperature, bank=bank, with_entropy=bank == "live")
+        _enter(table[0], rows, scores.logprobs)
+        if scores.entropy is not None:
+            _enter(table[1], rows, scores.entropy)
+    logprobs, entropy = model.all_reduce(table).cpu()
+    return logprobs, entropy
+
+
+def _forward_passes(
+    model: ModelPort, batch: Batch, epoch: Sequence[Minibatch]
+) -> Iterator[tuple[torch.Tensor, Batch]]:
+    for minibatch in epoch:
+        for rows in minibatch.micro_batches:
+            yield rows, batch.select(rows).trim().to(model.device)
+
+
+def _enter(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write rows that are not blank; each row has one rank, so the sum over ranks is exact."""
+    real = (rows >= 0).to(table.device)
+    table[rows.to(table.device)[real], : values.shape[1]] = values[real].float()

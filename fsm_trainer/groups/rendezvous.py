@@ -7,6 +7,7 @@ holding an :class:`Address`, needs no torch.
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from datetime import timedelta
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fsm_trainer.machine.errors import PeerLost
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
 
 class Address(NamedTuple):
@@ -28,6 +29,13 @@ class Address(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
+class Mark(NamedTuple):
+    """The epoch is over: ``why``, and whether a ``lost`` peer is the reason."""
+
+    why: str
+    lost: bool
+
+
 class Rendezvous:
     """The store that the driver hosts for the whole run; close it when the run ends."""
 
@@ -38,7 +46,7 @@ class Rendezvous:
     @classmethod
     def bind(cls, host: str = "127.0.0.1") -> Rendezvous:
         """Listen on a free port of ``host`` and keep it; does not wait for anybody."""
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return cls(store, Address(host, store.port))
@@ -49,7 +57,9 @@ class Rendezvous:
         The driver's word for "a member of this epoch is dead": no member needs to be called.
         """
         if self._store is not None:
-            self._store.set(f"{epoch_prefix(link, epoch)}/{BROKEN}", why)
+            self._store.set(
+                f"{epoch_prefix(link, epoch)}/{BROKEN}", json.dumps(Mark(why, lost=False))
+            )
 
     def close(self) -> None:
         """Stop listening; clients that still hold a connection get an error. Idempotent."""
@@ -81,7 +91,8 @@ def connect(address: Address, timeout: float, owner: str = "") -> TCPStore:
     each other inside one process must not share it, hence one per ``owner``. ``timeout`` in
     seconds. Raises PeerLost when nobody answers there.
     """
-    from torch.distributed import DistError, TCPStore
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistError
 
     with _clients_lock:
         known = _clients.get((address, owner))

@@ -117,9 +117,11 @@ class Manifest:
 
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.tensors] + [alias for alias, _ in self.aliases]
-        twice = sorted({name for name in names if names.count(name) > 1}) if (
-            len(set(names)) != len(names)
-        ) else []
+        twice = (
+            sorted({name for name in names if names.count(name) > 1})
+            if (len(set(names)) != len(names))
+            else []
+        )
         if twice:
             raise ManifestMismatch(f"these names come twice: {', '.join(twice)}")
         if self.bucket_bytes <= 0:
@@ -174,7 +176,8 @@ class Manifest:
         found = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
         if found:
             raise ManifestMismatch(
-                "sender and receiver hold different tensors; " + "; ".join(found)
+                "sender and receiver hold different tensors; "
+                + "; ".join(found)
                 + ". Load the same model configuration on both sides; nothing was sent"
             )
 

@@ -1,0 +1,178 @@
+"""The one place that calls torch's communication backends.
+
+The groups are built directly and never registered with ``torch.distributed``: no default group
+is needed, none can be mistaken for it, and nothing is left behind under a name.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import distributed
+
+from fsm_trainer.machine.errors import CapabilityMissing
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, Work
+
+    from fsm_trainer.groups.membership import Membership
+
+
+class Backend(Protocol):
+    """What torch's backends have in common and its stubs leave out."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work: ...
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Work: ...
+
+    def allgather(
+        self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any
+    ) -> Work: ...
+
+    def abort(self) -> None: ...
+
+
+class Group:
+    """A communicator over all members, ranks 0 to ``size`` - 1; every operation is started only.
+
+    Each method returns the work in flight; :meth:`poll` waits for it.
+    """
+
+    def __init__(self, backend: Backend, device: torch.device) -> None:
+        self.backend, self.device = backend, device
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Start overwriting ``tensor`` everywhere with that of rank ``source``."""
+        options = distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return self.backend.broadcast([tensor], options)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Start summing ``tensor`` over all members, in place."""
+        return self.backend.allreduce([tensor], distributed.AllreduceOptions())
+
+    def all_gather(self, into: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        """Start writing every member's ``tensor`` to ``into``, by rank."""
+        return self.backend.allgather([into], [tensor], _all_gather_options())
+
+    def poll(self, work: Work, seconds: float) -> bool:
+        """Wait at most ``seconds``; whether the work is done. Raises the backend's error."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """End what is in flight, where the backend can; callable from any thread."""
+        raise NotImplementedError
+
+
+class GlooGroup(Group):
+    """Over TCP between CPUs."""
+
+    def poll(self, work: Work, seconds: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            # It may have ended just after the wait did: this returns at once, or raises its error.
+            work.wait()
+        return True
+
+    def abort(self) -> None:
+        # Gloo's own abort returns and unblocks nothing: an operation in flight ends when its peer
+        # answers, or with the group's timeout, on gloo's thread.
+        return
+
+
+class NcclGroup(Group):
+    """Between CUDA devices."""
+
+    def poll(self, work: Work, seconds: float) -> bool:
+        # Not work.wait(timeout): on time-out it aborts the communicator and may end the process.
+        until = time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.0002)
+        work.wait()
+        return True
+
+    def abort(self) -> None:
+        self.backend.abort()
+
+
+def _all_gather_options() -> object:
+    # Exported nowhere else, and unknown to torch's stubs.
+    from torch._C._distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+
+    options: object = AllgatherOptions()
+    return options
+
+
+def build(member: Membership, store: Store, device: str, interface: str) -> Group:
+    """Build the group whose members meet in ``store``; blocks until all are connected.
+
+    ``interface`` is the IP address that gloo binds. Raises RuntimeError (torch's) when a member
+    doesn't come, CapabilityMissing when torch lacks the backend.
+    """
+    target = torch.device(device)
+    rank, size, timeout = member.rank, member.size, member.timeout
+    if member.backend == "gloo":
+        return GlooGroup(_gloo(store, rank, size, interface, timeout), target)
+    if not distributed.is_nccl_available() or target.type != "cuda":
+        raise CapabilityMissing(
+            f"backend 'nccl' on device {device!r}: it needs a CUDA device and a torch that was "
+            "built with NCCL; set the link's backend to 'gloo'"
+        )
+    return NcclGroup(_nccl(store, rank, size, target, timeout), target)
+
+
+def _gloo(store: Store, rank: int, size: int, interface: str, timeout: float) -> Backend:
+    gloo: Any = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=interface)]
+    options._timeout = timedelta(seconds=timeout)
+    options._threads = 1
+    group: Backend = gloo(store, rank, size, options)
+    return group
+
+
+# NCCL's watchdog ends the whole process when an operation is late. The lease's deadline and abort
+# come long before this one.
+_WATCHDOG_SLACK = 600.0
+
+
+def _nccl(store: Store, rank: int, size: int, device: torch.device, timeout: float) -> Backend:
+    nccl: Any = distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout + _WATCHDOG_SLACK)
+    torch.cuda.set_device(device)
+    with _errors_left_to_the_lease():
+        group: Backend = nccl(store, rank, size, options)
+    return group
+
+
+_environment_lock = threading.Lock()
+
+
+@contextmanager
+def _errors_left_to_the_lease() -> Iterator[None]:
+    # torch reads this when the group is built, and has no option for it: 0 is "don't end the
+    # process on a communication error". It is put back, because training groups read it too.
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    with _environment_lock:
+        before = os.environ.get(name)
+        os.environ[name] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before

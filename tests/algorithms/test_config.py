@@ -1,0 +1,55 @@
+"""The settings refuse what can't work, explain themselves, and load without torch."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from fsm_trainer.algorithms import config
+from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"klip": 0.2},
+        {"clip": 0.0},
+        {"gamma": 1.1},
+        {"lam": -0.1},
+        {"kl_estimator": "k4"},
+        {"minibatches": 0},
+        {"temperature": 0.0},
+        {"aggregation": "mean"},
+        {"value_clip": 0.0},
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        PPOConfig.model_validate(wrong)
+
+
+def test_grpo_knows_no_critic() -> None:
+    with pytest.raises(ValidationError, match="lam"):
+        GRPOConfig.model_validate({"lam": 0.9})
+
+
+def test_each_field_has_a_docstring_under_it() -> None:
+    for node in ast.parse(inspect.getsource(config)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for at, field in enumerate(node.body):
+            if isinstance(field, ast.AnnAssign):
+                below = node.body[at + 1]
+                assert isinstance(below, ast.Expr), f"{node.name}: {ast.unparse(field.target)}"
+                assert isinstance(below.value, ast.Constant)
+
+
+def test_the_settings_load_without_torch() -> None:
+    program = "import sys, fsm_trainer.algorithms.config; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

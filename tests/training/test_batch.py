@@ -1,0 +1,182 @@
+"""Collation, blanks and the dealing of rows to ranks and micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsm_trainer.algorithms.config import Aggregation
+from fsm_trainer.data.trajectory import Sample, Status, Trajectory
+from fsm_trainer.machine.errors import DataError
+from fsm_trainer.machine.version import Version
+from fsm_trainer.training.batch import Batch, collate, draw_epoch, parts, shard
+
+PAD = 99
+
+
+def trajectory(
+    tokens: list[int],
+    mask: list[int],
+    reward: float | None = 1.0,
+    group: str = "g",
+    status: Status = Status.FINISHED,
+) -> Trajectory:
+    return Trajectory(
+        sample=Sample(id="s1", prompt="p", answer=None, group=group),
+        tokens=np.array(tokens, dtype=np.int32),
+        loss_mask=np.array(mask, dtype=np.uint8),
+        logprobs=np.array([-0.5 * on for on in mask], dtype=np.float32),
+        version=Version(0, 0),
+        status=status,
+        text="",
+        reward=reward,
+    )
+
+
+def three() -> Batch:
+    return collate(
+        [
+            trajectory([5, 6, 7], [0, 1, 1], 0.5, "a"),
+            trajectory([5, 6, 7, 8, 9], [0, 0, 1, 0, 1], 1.0, "b", Status.TRUNCATED),
+            trajectory([1, 2], [0, 1], 0.0, "a"),
+        ],
+        PAD,
+    )
+
+
+def test_collate_pads_on_the_right_and_keeps_everything_in_its_place() -> None:
+    batch = three()
+
+    assert batch.tokens.tolist() == [[5, 6, 7, PAD, PAD], [5, 6, 7, 8, 9], [1, 2, PAD, PAD, PAD]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1] * 5, [1, 1, 0, 0, 0]]
+    assert batch.loss_mask.tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 0, 1], [0, 1, 0, 0, 0]]
+    assert torch.equal(batch.engine_logprobs, -0.5 * batch.loss_mask)
+    assert batch.rewards.tolist() == [0.5, 1.0, 0.0]
+    assert batch.truncated.tolist() == [0.0, 1.0, 0.0]
+    assert batch.lengths.tolist() == [2.0, 2.0, 1.0]
+    assert batch.groups == ("a", "b", "a")
+    assert batch.index.tolist() == [0, 1, 2]
+    assert (len(batch), batch.time) == (3, 5)
+    assert (batch.tokens.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
+
+
+def test_a_trajectory_without_reward_is_refused_by_the_samples_name() -> None:
+    with pytest.raises(DataError, match=r"'s1'.*no reward"):
+        collate([trajectory([1, 2], [0, 1], reward=None)], PAD)
+
+
+def test_nothing_to_collate_is_refused() -> None:
+    with pytest.raises(DataError, match="no trajectory"):
+        collate([], PAD)
+
+
+def test_select_takes_rows_in_the_order_asked_for() -> None:
+    chosen = three().select([2, 0])
+
+    assert chosen.index.tolist() == [2, 0]
+    assert chosen.tokens[0].tolist() == [1, 2, PAD, PAD, PAD]
+    assert chosen.rewards.tolist() == [0.0, 0.5]
+    assert chosen.groups == ("a", "a")
+
+
+def test_a_blank_row_can_be_computed_on_but_counts_for_nothing() -> None:
+    batch = three()
+
+    chosen = batch.select([1, -1])
+
+    assert torch.equal(chosen.tokens[1], batch.tokens[0])
+    assert not chosen.loss_mask[1].any()
+    assert chosen.index.tolist() == [1, -1]
+    assert batch.loss_mask[0].any(), "the batch itself is left alone"
+
+
+def test_trim_drops_columns_of_padding_only() -> None:
+    trimmed = three().select([0, 2]).trim()
+
+    assert trimmed.tokens.tolist() == [[5, 6, 7], [1, 2, PAD]]
+    assert trimmed.loss_mask.tolist() == [[0, 1, 1], [0, 1, 0]]
+
+
+def test_shards_of_a_batch_are_equally_long_and_hold_each_row_once() -> None:
+    shards = [three().shard(rank, 2) for rank in range(2)]
+
+    assert [part.index.tolist() for part in shards] == [[0, 2], [1, -1]]
+
+
+@given(st.integers(1, 40), st.integers(1, 7))
+def test_shards_are_equally_long_and_hold_each_row_once(count: int, world: int) -> None:
+    rows = torch.randperm(count)
+
+    shards = [shard(rows, rank, world).tolist() for rank in range(world)]
+
+    assert len({len(part) for part in shards}) == 1
+    dealt = [row for part in shards for row in part]
+    assert sorted(row for row in dealt if row >= 0) == list(range(count))
+    assert dealt.count(-1) < world
+
+
+@given(
+    count=st.integers(1, 40),
+    minibatches=st.integers(1, 6),
+    world=st.integers(1, 5),
+    micro=st.integers(1, 9),
+    seed=st.integers(0, 2**31),
+)
+def test_an_epoch_visits_each_row_once_whatever_the_number_of_ranks(
+    count: int, minibatches: int, world: int, micro: int, seed: int
+) -> None:
+    def walk(rank: int, world_size: int) -> list[tuple[list[int], list[list[int]]]]:
+        epoch = draw_epoch(
+            count,
+            minibatches,
+            torch.Generator().manual_seed(seed),
+            micro_batch=micro,
+            rank=rank,
+            world_size=world_size,
+        )
+        return [(m.rows.tolist(), [rows.tolist() for rows in m.micro_batches]) for m in epoch]
+
+    alone = walk(0, 1)
+    ranks = [walk(rank, world) for rank in range(world)]
+
+    assert len(alone) == min(minibatches, count)
+    assert sorted(row for rows, _ in alone for row in rows) == list(range(count))
+    for number, (rows, _) in enumerate(alone):
+        own = [rank[number] for rank in ranks]
+        assert all(minibatch == rows for minibatch, _ in own)
+        assert len({len(micros) for _, micros in own}) == 1
+        assert all(len(m) <= micro for _, micros in own for m in micros)
+        dealt = [row for _, micros in own for m in micros for row in m]
+        assert sorted(row for row in dealt if row >= 0) == sorted(rows)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    world=st.integers(1, 4),
+    micro=st.integers(1, 5),
+    aggregation=st.sampled_from(["token", "sequence"]),
+)
+def test_parts_of_all_ranks_sum_to_the_mean_over_the_minibatch(
+    lengths: list[int], world: int, micro: int, aggregation: Aggregation
+) -> None:
+    batch = collate([trajectory([1] * (n + 1), [0] + [1] * n) for n in lengths], PAD)
+    table = torch.rand(batch.tokens.shape, dtype=torch.float64)
+    rows = [table[i, 1 : n + 1] for i, n in enumerate(lengths)]
+    means = torch.stack([row.mean() for row in rows])
+    expected = torch.cat(rows).mean() if aggregation == "token" else means.mean()
+
+    total = 0.0
+    for rank in range(world):
+        generator = torch.Generator().manual_seed(3)
+        (minibatch,) = draw_epoch(
+            len(batch), 1, generator, micro_batch=micro, rank=rank, world_size=world
+        )
+        walked = list(parts(batch, minibatch, aggregation, torch.device("cpu"), table))
+        assert [part.last for part in walked] == [False] * (len(walked) - 1) + [True]
+        for part in walked:
+            total += float((part.weights * part.tables[0]).sum())
+
+    assert total == pytest.approx(float(expected), abs=1e-6)

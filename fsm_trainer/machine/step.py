@@ -1,0 +1,579 @@
+"""The one transition relation: ``step(system, world, event) -> (world, effects)``.
+
+Pure: no clock, no I/O, no randomness. The runtime, the planner, the conformance check, the
+explorer and the simulator all call it, and no second definition of a transition exists.
+
+A transition runs in four kinds of event: `Begin` (its guard was true), one `Done` or `Failed` for
+every effect, and `Commit`. Its effects are derived from what the two states hold: releases first,
+in reverse order, on all ends of a joint transition; then acquisitions, in order.
+
+>>> from fsm_trainer.machine.spec import load
+>>> system = System.of(load("disaggregated"), rollouts=1)
+>>> world, effects = step(system, system.initial(), Begin("start", ("actor",)))
+>>> str(effects[0])
+'acquire bank'
+>>> world, _ = step(system, world, Done(effects[0]))
+>>> world, _ = step(system, world, Commit(("actor",)))
+>>> str(system.get(world, "actor").state)
+'sleeping'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from fsm_trainer.machine.errors import LeaseExpired, Refused
+from fsm_trainer.machine.names import LinkState, State, Trigger
+from fsm_trainer.machine.spec import Action, LinkSpec, Transition
+from fsm_trainer.machine.version import Version
+from fsm_trainer.machine.world import Link, System, Worker, World, WorldView
+
+
+class Op(StrEnum):
+    """What an effect does."""
+
+    ACQUIRE = "acquire"
+    RELEASE = "release"
+    KILL = "kill"
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Something to do outside: acquire or release a resource, or end a process for good.
+
+    ``epoch`` is the link's where the resource is a link, else 0: a handle, and the report that the
+    effect is done, are good only under it.
+    """
+
+    worker: str
+    op: Op
+    resource: str = ""
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.resource}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A trigger for one worker, or for all ends of a joint transition together.
+
+    ``epoch`` (of the link that opens) and ``number`` (of the weights that ``start`` restores) are
+    told to a process by whoever composes the whole system; 0 means: the next one.
+    """
+
+    trigger: str
+    workers: tuple[str, ...]
+    epoch: int = 0
+    version: Version | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An effect succeeded."""
+
+    effect: Effect
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An effect failed: what it would have acquired is not held."""
+
+    effect: Effect
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """Take back a transition whose own effects succeeded but another rank's did not."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All effects are done: the workers are in their new state."""
+
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """An action begins, on all ends of a joint one together."""
+
+    action: str
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Acted:
+    """An action ended; a joint one is complete only if ``ok`` on all ends."""
+
+    action: str
+    workers: tuple[str, ...]
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Sever:
+    """A worker gives up a lease that is no longer good; it keeps all else that it can."""
+
+    worker: str
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A worker's process is declared dead; ``lost``: nobody will start it again."""
+
+    worker: str
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A process that was declared dead is seen dead: its claim on the devices ends."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A lost worker's place is taken again."""
+
+    worker: str
+
+
+Event = Begin | Done | Failed | Undo | Commit | Act | Acted | Sever | Died | Confirmed | Joined
+Effects = tuple[Effect, ...]
+
+
+def step(system: System, world: World, event: Event) -> tuple[World, Effects]:
+    """The world after ``event``, and the effects that it newly allows.
+
+    Raises:
+        Refused: the event is illegal now; the world is as before.
+        LeaseExpired: the event speaks of an epoch that has ended.
+    """
+    before = set(enabled(system, world))
+    after = _STEPS[type(event)](system, world, event)
+    kill: Effects = ()
+    if isinstance(event, Died) or (isinstance(event, Failed) and event.effect.op is Op.RELEASE):
+        name = event.worker if isinstance(event, Died) else event.effect.worker
+        kill = (Effect(name, Op.KILL),)
+    return after, (*kill, *(e for e in enabled(system, after) if e not in before))
+
+
+def enabled(system: System, world: World) -> list[Effect]:
+    """The effects that may run now, at most one a worker, in the system's order."""
+    found = []
+    for name, worker in zip(system.names, world.workers, strict=True):
+        effect = next_effect(system, world, name, worker)
+        if effect is not None and system.within(name) and _unblocked(system, world, effect):
+            found.append(effect)
+    return found
+
+
+def next_effect(system: System, world: World, name: str, worker: Worker) -> Effect | None:
+    """What a moving worker has to do next, whether or not the other ends let it."""
+    if worker.dest is None:
+        return None
+    order = system.spec.system.resources
+    target = system.table(name).holds[worker.dest]
+    surplus = [r for r in order if r in worker.held and r not in target]
+    if surplus:
+        resource, op = _last_acquired(system, name, surplus), Op.RELEASE
+    else:
+        missing = [r for r in target if r not in worker.held]
+        if not missing:
+            return None
+        resource, op = missing[0], Op.ACQUIRE
+    epoch = 0
+    if resource in system.links:
+        i = system.links[resource]
+        epoch = worker.epochs[i] if op is Op.RELEASE else world.links[i].epoch
+    return Effect(name, op, resource, epoch)
+
+
+def _last_acquired(system: System, name: str, resources: list[str]) -> str:
+    """The resource that stands last in the states that hold it: releases go in reverse order."""
+    holds = system.table(name).holds.values()
+    return max(resources, key=lambda r: max(h.index(r) if r in h else -1 for h in holds))
+
+
+def _unblocked(system: System, world: World, effect: Effect) -> bool:
+    """A joint transition acquires nothing before every end has released; the link comes last."""
+    if effect.op is Op.RELEASE:
+        return True
+    worker = system.get(world, effect.worker)
+    link = _joint_of(system, effect.worker, worker)
+    if link is None:
+        return True
+    for other in _movers(system, world, link):
+        todo = next_effect(system, world, other, system.get(world, other))
+        waits = todo is not None and (
+            todo.op is Op.RELEASE or (effect.resource == link and todo.resource != link)
+        )
+        if waits and system.within(other):
+            return False
+    return True
+
+
+def _joint_of(system: System, name: str, worker: Worker) -> str | None:
+    edge = system.table(name).edge(worker.move or "", worker.state)
+    return edge.joint if edge is not None else None
+
+
+def _movers(system: System, world: World, link: str) -> list[str]:
+    """The workers that are in a joint transition of a link now."""
+    pairs = zip(system.names, world.workers, strict=True)
+    return [n for n, w in pairs if w.move is not None and _joint_of(system, n, w) == link]
+
+
+def joint_ends(system: System, world: World, link: str, trigger: str) -> tuple[str, ...]:
+    """Who must move together: every live end to open a link, whoever still holds it to close it."""
+    ends = system.ends(world, system.spec.links[link])
+    i = system.links[link]
+    if trigger == Trigger.DISCONNECT:
+        ends = [n for n in ends if system.get(world, n).epochs[i]]
+    return tuple(n for n in ends if system.within(n))
+
+
+def refusals(system: System, world: World, trigger: str, name: str) -> list[str]:
+    """Why a worker refuses a trigger; empty if it would take it."""
+    worker = system.get(world, name)
+    edge = system.table(name).edge(trigger, worker.state)
+    if not worker.live:
+        return [f"{name} is lost"]
+    if worker.move is not None:
+        return [f"{name} is in the middle of {worker.move}"]
+    if edge is None:
+        known = [t.trigger for t in system.table(name).transitions if t.source == worker.state]
+        return [f"{worker.state} has no {trigger!r}, only {[str(t) for t in known]}"]
+    return edge.guard.explain(WorldView(system, world, edge.dest), name)
+
+
+def action_refusals(system: System, world: World, action: str, name: str) -> list[str]:
+    """Why a worker refuses an action; empty if it would do it."""
+    worker, known = system.get(world, name), system.table(name).actions
+    if action not in known:
+        return [f"{name} has no action {action!r}, only {sorted(known)}"]
+    found = [] if worker.live else [f"{name} is lost"]
+    if worker.move is not None:
+        found.append(f"{name} is in the middle of {worker.move}")
+    missing = sorted(known[action].needs - worker.held)
+    if missing:
+        legal = [s for s, h in system.table(name).holds.items() if known[action].needs <= set(h)]
+        states = " or ".join(str(s) for s in legal)
+        found.append(f"it does not hold {', '.join(missing)}: {action} is legal in {states}")
+    return found + known[action].guard.explain(WorldView(system, world), name)
+
+
+def _begin(system: System, world: World, event: Begin) -> World:
+    edges = {name: _edge(system, world, event, name) for name in event.workers}
+    links = {edge.joint for edge in edges.values()}
+    for link in links:
+        if link is not None:
+            ends = joint_ends(system, world, link, event.trigger)
+            if set(ends) != set(event.workers) or len(links) > 1:
+                _refuse(system, world, event, [f"{link} moves all of {list(ends)} together"])
+            if event.trigger == Trigger.CONNECT:
+                world = _open(system, world, event, link)
+    for name, edge in edges.items():
+        worker = system.get(world, name)
+        version = event.version if event.trigger == Trigger.START else worker.version
+        moved = worker._replace(move=edge.trigger, dest=edge.dest, version=version)
+        world = system.put(world, name, moved)
+    return world
+
+
+def _edge(system: System, world: World, event: Begin, name: str) -> Transition:
+    because = refusals(system, world, event.trigger, name)
+    worker = system.get(world, name)
+    edge = system.table(name).edge(event.trigger, worker.state)
+    if because or edge is None:
+        raise Refused(name, _described(worker), event.trigger, because, _ways(system, event, name))
+    return edge
+
+
+def _ways(system: System, event: Begin, name: str) -> str:
+    edges = [t for t in system.table(name).transitions if t.trigger == event.trigger]
+    return " or ".join(
+        f"{t.source}" + (f" and {t.guard.text}" if t.guard.text else "") for t in edges
+    )
+
+
+def _described(worker: Worker) -> str:
+    return f"{worker.state} (moving to {worker.dest})" if worker.move else str(worker.state)
+
+
+def _refuse(system: System, world: World, event: Begin | Act, because: list[str]) -> None:
+    name = event.workers[0] if event.workers else "nobody"
+    state = _described(system.get(world, name)) if event.workers else "absent"
+    asked = event.trigger if isinstance(event, Begin) else event.action
+    raise Refused(name, state, asked, because)
+
+
+def _link_moves(system: System, world: World, link: str, trigger: str, **new: Any) -> World:
+    """Move a link as ``link.yaml`` says; a trigger that has no row there leaves it as it is."""
+    i = system.links[link]
+    here = world.links[i]
+    state = system.spec.link_moves.get((here.state, trigger), here.state)
+    links = (*world.links[:i], here._replace(state=state, **new), *world.links[i + 1 :])
+    return world._replace(links=links)
+
+
+def _open(system: System, world: World, event: Begin, link: str) -> World:
+    here: Link = world.links[system.links[link]]
+    epoch = event.epoch or here.epoch + 1
+    if epoch <= here.epoch or (LinkState(here.state), "open") not in system.spec.link_moves:
+        why = f"{link} is {here.state} at epoch {here.epoch} and can't open epoch {epoch}"
+        _refuse(system, world, event, [why])
+    members = frozenset(system.ends(world, system.spec.links[link]))
+    return _link_moves(system, world, link, "open", epoch=epoch, members=members)
+
+
+def _done(system: System, world: World, event: Done) -> World:
+    effect = event.effect
+    if effect.op is Op.KILL:
+        return _confirmed(system, world, Confirmed(effect.worker))
+    worker = system.get(world, effect.worker)
+    falling = _falling(system, effect.worker, worker)
+    _expected(system, world, effect, falling)
+    acquired = effect.op is Op.ACQUIRE
+    held = worker.held | {effect.resource} if acquired else worker.held - {effect.resource}
+    worker = worker._replace(held=held)
+    if effect.resource in system.links:
+        i = system.links[effect.resource]
+        epoch = effect.epoch if acquired else 0
+        epochs = (*worker.epochs[:i], epoch, *worker.epochs[i + 1 :])
+        world = system.put(world, effect.worker, worker._replace(epochs=epochs))
+        world = _close(system, world, effect.resource)
+    else:
+        torn = _receives(system, effect.worker, effect.resource)
+        version = None if torn else worker.version
+        world = system.put(world, effect.worker, worker._replace(version=version))
+    return _fall(system, world, effect.worker) if falling else world
+
+
+def _falling(system: System, name: str, worker: Worker) -> bool:
+    """Whether a worker is on the way back from a transition that it won't complete."""
+    edge = system.table(name).edge(worker.move or "", worker.state)
+    return worker.move is not None and (edge is None or worker.dest != edge.dest)
+
+
+def _receives(system: System, name: str, resource: str) -> bool:
+    """Whether the resource is what a link brings to the worker: acquired anew, it is torn."""
+    links = system.spec.links.values()
+    return any(k.spokes == system.names[name] and k.carries == resource for k in links)
+
+
+def _close(system: System, world: World, link: str) -> World:
+    """A link whose last end has left is down."""
+    i = system.links[link]
+    held = any(w.epochs[i] for w in world.workers)
+    if held or world.links[i].state == LinkState.OPENING:
+        return world
+    return _link_moves(system, world, link, "close", members=frozenset())
+
+
+def _expected(system: System, world: World, effect: Effect, falling: bool) -> None:
+    """Accept a report of what is due, or of what was under way when the worker began to fall."""
+    worker = system.get(world, effect.worker)
+    holds = effect.resource in worker.held
+    if effect in enabled(system, world) or (falling and holds is (effect.op is Op.RELEASE)):
+        return
+    if effect.epoch and effect.resource in system.links:
+        epoch = world.links[system.links[effect.resource]].epoch
+        if epoch != effect.epoch:
+            raise LeaseExpired(effect.resource, effect.epoch, f"the link is at epoch {epoch}")
+    because = [f"no such effect is due; {_due(system, world, effect.worker)}"]
+    raise Refused(effect.worker, _described(worker), str(effect), because)
+
+
+def _due(system: System, world: World, name: str) -> str:
+    effect = next_effect(system, world, name, system.get(world, name))
+    return f"the next one is {effect}" if effect else "none is"
+
+
+def _failed(system: System, world: World, event: Failed) -> World:
+    effect = event.effect
+    if effect.op is Op.KILL:
+        return world  # not confirmed: its claim on the devices stays
+    falling = _falling(system, effect.worker, system.get(world, effect.worker))
+    _expected(system, world, effect, falling)
+    if effect.op is Op.RELEASE:
+        # Nobody knows what the process still holds, so it must end.
+        return _died(system, world, Died(effect.worker))
+    return world if falling else _undo(system, world, Undo(effect.worker))
+
+
+def _undo(system: System, world: World, event: Undo) -> World:
+    worker = system.get(world, event.worker)
+    if worker.move is None:
+        _refuse(system, world, Begin("undo", (event.worker,)), ["it is in no transition"])
+    link = _joint_of(system, event.worker, worker)
+    if link is None or worker.move != Trigger.CONNECT:
+        return _fall(system, world, event.worker)
+    movers = [n for n in _movers(system, world, link) if system.within(n)]
+    world = _link_moves(system, world, link, "break")
+    for name in movers:
+        world = _fall(system, world, name)
+    return _close(system, world, link)
+
+
+def _fall(system: System, world: World, name: str, without: str = "") -> World:
+    """Turn a worker towards the largest state that what it keeps still makes true.
+
+    It keeps what both its committed state and it hold. An undo acquires nothing: what a mixed
+    transition had released already is not taken back, the planner will ask for it if it's wanted.
+    """
+    worker = system.get(world, name)
+    table = system.table(name)
+    keep = (worker.held & frozenset(table.holds[worker.state])) - {without}
+    return system.put(world, name, worker._replace(dest=table.largest_state(keep)))
+
+
+def _commit(system: System, world: World, event: Commit) -> World:
+    for name in event.workers:
+        worker = system.get(world, name)
+        due = next_effect(system, world, name, worker)
+        if worker.dest is None or due is not None:
+            why = _due(system, world, name) if worker.dest else "it is in no transition"
+            _refuse(system, world, Begin("commit", (name,)), [f"not all effects are done: {why}"])
+        link = _joint_of(system, name, worker)
+        opens = worker.move == Trigger.CONNECT and worker.dest == State.CONNECTED
+        if link is not None and opens:
+            movers = {n for n in _movers(system, world, link) if system.within(n)}
+            if movers != set(event.workers):
+                why = f"{link} commits {sorted(movers)} together"
+                _refuse(system, world, Begin("commit", (name,)), [why])
+    for name in event.workers:
+        world = _settle(system, world, name)
+    return world
+
+
+def _settle(system: System, world: World, name: str) -> World:
+    worker = system.get(world, name)
+    link = _joint_of(system, name, worker)
+    if link is not None and worker.move == Trigger.CONNECT and worker.dest == State.CONNECTED:
+        world = _link_moves(system, world, link, "opened")
+    dest = worker.dest or worker.state
+    version = worker.version if dest != State.DISCONNECTED else None
+    hub = any(k.hub == system.names[name] for k in system.spec.links.values())
+    if hub and worker.move == Trigger.START and dest != State.DISCONNECTED:
+        lineage = version.lineage if version and version.lineage else world.lineage + 1
+        world = world._replace(lineage=max(world.lineage, lineage))
+        version = Version(lineage, version.number if version else 0)
+    settled = worker._replace(state=dest, move=None, dest=None, version=version)
+    return system.put(world, name, settled)
+
+
+def _act(system: System, world: World, event: Act) -> World:
+    for name in event.workers:
+        because = action_refusals(system, world, event.action, name)
+        if because:
+            state = _described(system.get(world, name))
+            raise Refused(name, state, event.action, because)
+    link = _joint_action(system, event)
+    if link is not None:
+        ends = tuple(n for n in system.ends(world, link[1]) if system.within(n))
+        if set(ends) != set(event.workers):
+            _refuse(system, world, event, [f"{event.action} takes all of {list(ends)} together"])
+    for name in event.workers:
+        worker = system.get(world, name)
+        torn = link is not None and system.names[name] == link[1].spokes
+        version = None if torn else worker.version
+        started = worker._replace(jobs=(*worker.jobs, event.action), version=version)
+        world = system.put(world, name, started)
+    return world
+
+
+def _joint_action(system: System, event: Act | Acted) -> tuple[str, LinkSpec] | None:
+    actions: list[Action] = [system.table(n).actions[event.action] for n in event.workers]
+    joint = next((a.joint for a in actions if a.joint is not None), None)
+    return None if joint is None else (joint, system.spec.links[joint])
+
+
+def _acted(system: System, world: World, event: Acted) -> World:
+    link = _joint_action(system, event)
+    workers = [n for n in event.workers if event.action in system.get(world, n).jobs]
+    complete = event.ok and len(workers) == len(event.workers)
+    if link is not None:
+        # After an abort a collective can return normally, so a result counts only if every lease
+        # is still good afterwards.
+        complete = complete and all(system.lease(world, n, link[0]) for n in workers)
+    for name in workers:
+        worker = system.get(world, name)
+        jobs = list(worker.jobs)
+        jobs.remove(event.action)
+        version = _version_after(system, world, event, name, link if complete else None)
+        world = system.put(world, name, worker._replace(jobs=tuple(jobs), version=version))
+    return world
+
+
+def _version_after(
+    system: System, world: World, event: Acted, name: str, link: tuple[str, LinkSpec] | None
+) -> Version | None:
+    worker = system.get(world, name)
+    version = worker.version
+    if link is not None and system.names[name] == link[1].spokes:
+        hubs = [n for n, r in system.names.items() if r == link[1].hub]
+        return system.get(world, hubs[0]).version
+    updates = system.table(name).actions[event.action].updates
+    if updates and event.ok and version is not None:
+        return Version(version.lineage, version.number + 1)
+    return version
+
+
+def _sever(system: System, world: World, event: Sever) -> World:
+    worker = system.get(world, event.worker)
+    held = worker.epochs[system.links[event.link]]
+    good = system.lease(world, event.worker, event.link)
+    if not held or good or worker.move is not None or worker.jobs:
+        why = (
+            f"it is in the middle of {worker.move or worker.jobs[0]}"
+            if worker.move or worker.jobs
+            else f"its lease on {event.link} is good" if good
+            else f"it holds no lease on {event.link}"
+        )  # fmt: skip
+        raise Refused(event.worker, _described(worker), Trigger.SEVER, [why])
+    world = system.put(world, event.worker, worker._replace(move=Trigger.SEVER))
+    return _fall(system, world, event.worker, without=event.link)
+
+
+def _died(system: System, world: World, event: Died) -> World:
+    ghost = system.claim(world, event.worker)
+    movers = {k: _movers(system, world, k) for k in system.links}
+    nobody = Worker(epochs=(0,) * len(system.links), live=not event.lost, undead=ghost)
+    world = system.put(world, event.worker, nobody)
+    for link, i in system.links.items():
+        here = world.links[i]
+        if event.worker not in here.members:
+            continue
+        world = _link_moves(system, world, link, "break")
+        for name in movers[link] if here.state == LinkState.OPENING else ():
+            if name != event.worker and system.within(name):
+                world = _fall(system, world, name)
+        world = _close(system, world, link)
+    return world
+
+
+def _confirmed(system: System, world: World, event: Confirmed) -> World:
+    worker = system.get(world, event.worker)
+    return system.put(world, event.worker, worker._replace(undead=frozenset()))
+
+
+def _joined(system: System, world: World, event: Joined) -> World:
+    worker = system.get(world, event.worker)
+    if worker.live:
+        raise Refused(event.worker, _described(worker), "join", ["it was never lost"])
+    return system.put(world, event.worker, worker._replace(live=True))
+
+
+_STEPS: dict[type[Any], Callable[[System, World, Any], World]] = {
+    Begin: _begin, Done: _done, Failed: _failed, Undo: _undo, Commit: _commit, Act: _act,
+    Acted: _acted, Sever: _sever, Died: _died, Confirmed: _confirmed, Joined: _joined,
+}  # fmt: skip

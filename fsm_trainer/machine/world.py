@@ -1,0 +1,224 @@
+"""The composed system: who takes part, what each holds, and what a guard can read of it.
+
+A :class:`World` is an immutable value; only :func:`fsm_trainer.machine.step.step` makes new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from fsm_trainer.machine.errors import SpecError
+from fsm_trainer.machine.guards import Value
+from fsm_trainer.machine.names import LinkState, Role, State, Trigger
+from fsm_trainer.machine.spec import LinkSpec, RoleTable, Spec
+from fsm_trainer.machine.version import Version
+
+MOVING = "moving"
+
+
+class Worker(NamedTuple):
+    """One worker's part of the world."""
+
+    state: State = State.DISCONNECTED
+    """The last state that was committed."""
+    held: frozenset[str] = frozenset()
+    """The resources it holds now; in a settled worker, exactly what its state says."""
+    move: Trigger | None = None
+    """The trigger of the transition it is in."""
+    dest: State | None = None
+    """Where that transition, or its undo, leads."""
+    epochs: tuple[int, ...] = ()
+    """The epoch it holds of each link, in the system's order; 0 where it holds none."""
+    version: Version | None = None
+    """Of its weights; None where it has none, or torn ones."""
+    jobs: tuple[str, ...] = ()
+    """The actions that run now."""
+    live: bool = True
+    """False once it is given up for lost: then it counts for nothing until it joins again."""
+    undead: frozenset[str] = frozenset()
+    """What its process, declared dead but not yet seen dead, may still hold."""
+
+
+class Link(NamedTuple):
+    """A link's part of the world; its moves are those of ``link.yaml``."""
+
+    state: LinkState = LinkState.DOWN
+    epoch: int = 0
+    members: frozenset[str] = frozenset()
+
+
+class World(NamedTuple):
+    """The composed state of all workers and links."""
+
+    workers: tuple[Worker, ...]
+    links: tuple[Link, ...]
+    lineage: int = 0
+    """The last lineage that was begun."""
+
+
+@dataclass(frozen=True)
+class System:
+    """The tables composed over named workers.
+
+    Args:
+        spec: the tables of one schedule.
+        names: each worker's name and role, in a fixed order.
+        scope: the workers whose part of the world is decided here. A process that runs one worker
+            has only that one in scope; the others are what it was told of them.
+        sizes: bytes of a role's resources, where they are known; else the units of the tables.
+        capacity: of a device, in the same unit.
+    """
+
+    spec: Spec
+    names: Mapping[str, Role]
+    scope: frozenset[str] | None = None
+    sizes: Mapping[tuple[Role, str], int] | None = None
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, role in self.names.items():
+            if role not in self.spec.roles:
+                known = sorted(self.spec.roles)
+                raise SpecError(f"{name}: schedule {self.spec.name} has no {role}, only {known}")
+
+    @classmethod
+    def of(cls, spec: Spec, rollouts: int, scope: Iterable[str] | None = None) -> System:
+        """One worker for each role of the schedule, and several rollout workers."""
+        names: dict[str, Role] = {
+            str(role): role for role in spec.roles if role is not Role.ROLLOUT
+        }
+        names |= {f"rollout-{i}": Role.ROLLOUT for i in range(rollouts)}
+        return cls(spec, names, None if scope is None else frozenset(scope))
+
+    def initial(self) -> World:
+        """Everybody disconnected, every link down."""
+        nobody = Worker(epochs=(0,) * len(self.links))
+        return World((nobody,) * len(self.names), (Link(),) * len(self.links))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The place of each worker in :attr:`World.workers`."""
+        return {name: i for i, name in enumerate(self.names)}
+
+    @cached_property
+    def links(self) -> dict[str, int]:
+        """The place of each link in :attr:`World.links`."""
+        return {name: i for i, name in enumerate(self.spec.links)}
+
+    @cached_property
+    def placement(self) -> dict[str, frozenset[str]]:
+        """The devices of each worker: ``own`` is one of its own, ``all`` is everybody's own."""
+        own = [n for n, r in self.names.items() if self.spec.schedule.devices[r] == "own"]
+        places = {}
+        for name, role in self.names.items():
+            device = self.spec.schedule.devices[role]
+            every = {"own": [name], "all": own}.get(device, [device])
+            places[name] = frozenset(every)
+        return places
+
+    def within(self, name: str) -> bool:
+        """Whether the worker's part of the world is decided here."""
+        return self.scope is None or name in self.scope
+
+    def table(self, name: str) -> RoleTable:
+        """The machine of a worker's role."""
+        return self.spec.roles[self.names[name]]
+
+    def get(self, world: World, name: str) -> Worker:
+        """A worker's part of the world."""
+        return world.workers[self.index[name]]
+
+    def put(self, world: World, name: str, worker: Worker) -> World:
+        """The world with another part for one worker."""
+        i = self.index[name]
+        workers = world.workers
+        return world._replace(workers=(*workers[:i], worker, *workers[i + 1 :]))
+
+    def ends(self, world: World, link: LinkSpec) -> list[str]:
+        """The live workers that a link may join."""
+        return [
+            name
+            for name, role in self.names.items()
+            if role in (link.hub, link.spokes) and self.get(world, name).live
+        ]
+
+    def lease(self, world: World, name: str, link: str) -> bool:
+        """Whether a worker's lease on a link is good: every member of its epoch lives."""
+        i = self.links[link]
+        epoch = self.get(world, name).epochs[i]
+        return epoch > 0 and world.links[i].epoch == epoch and world.links[i].state == LinkState.UP
+
+    def size(self, name: str, resources: Iterable[str]) -> int:
+        """What resources take on a device of the worker."""
+        role, sizes = self.names[name], self.sizes or {}
+        table = self.spec.system.resources
+        return sum(sizes.get((role, r), table[r].size) for r in resources)
+
+    def claim(self, world: World, name: str) -> frozenset[str]:
+        """What a worker may hold on its devices at some moment of its move, its ghost included."""
+        worker = self.get(world, name)
+        bound = self.table(name).holds[worker.dest] if worker.dest is not None else ()
+        return worker.held | worker.undead | frozenset(bound)
+
+    def claims_fit(self, world: World, name: str) -> bool:
+        """The ledger: whether every device of the worker can grant all that is claimed on it."""
+        for device in self.placement[name]:
+            tenants = [n for n in self.names if device in self.placement[n]]
+            claims = [(n, self.claim(world, n)) for n in tenants]
+            used = sum(self._peak(world, n) for n in tenants)
+            tokens = sum(self.spec.system.resources[r].exclusive for _, c in claims for r in c)
+            if used > (self.capacity or self.spec.system.capacity) or tokens > 1:
+                return False
+        return True
+
+    def _peak(self, world: World, name: str) -> int:
+        """Releases come before acquisitions, so a move needs the larger of its two ends."""
+        worker = self.get(world, name)
+        bound = self.table(name).holds[worker.dest] if worker.dest is not None else ()
+        here, there = self.size(name, worker.held), self.size(name, bound)
+        return max(here, there) + self.size(name, worker.undead)
+
+
+@dataclass(frozen=True, slots=True)
+class WorldView:
+    """What guards read; ``dest`` is where the worker that asks would go."""
+
+    system: System
+    world: World
+    dest: State | None = None
+
+    def attribute(self, worker: str, name: str) -> Value:
+        """See :data:`fsm_trainer.machine.guards.ATTRIBUTES`."""
+        part = self.system.get(self.world, worker)
+        match name:
+            case "state":
+                return MOVING if part.move is not None else str(part.state)
+            case "version":
+                return part.version.number if part.version else None
+            case "lineage":
+                return part.version.lineage if part.version else None
+            case "epoch":
+                return max(part.epochs, default=0) or None
+            case "lease":
+                return any(self.system.lease(self.world, worker, k) for k in self.system.links)
+            case "in_flight":
+                return len(part.jobs)
+            case "live":
+                return part.live
+            case "undead":
+                return bool(part.undead)
+        raise SpecError(f"no attribute {name!r}")
+
+    def peers(self, role: str) -> list[str]:
+        """The live workers of a role."""
+        named = self.system.names.items()
+        return [n for n, r in named if r == role and self.system.get(self.world, n).live]
+
+    def fits(self, worker: str) -> bool:
+        """Whether the ledger can grant the move."""
+        part = self.system.get(self.world, worker)
+        moved = self.system.put(self.world, worker, part._replace(dest=self.dest))
+        return self.system.claims_fit(moved, worker)

@@ -61,10 +61,10 @@ def test_a_record_is_read_back_with_its_place_and_time(path: Path) -> None:
 
 def test_a_line_has_exactly_the_documented_fields(path: Path) -> None:
     write(path, 1)
-    assert set(json.loads(path.read_text())) == set(
-        "format seq time worker role rank kind trigger source dest epoch version seconds ok error"
-        " ".split()
-    )
+    documented = """
+        format seq time worker role rank kind trigger source dest epoch version seconds ok error
+    """
+    assert set(json.loads(path.read_text())) == set(documented.split())
 
 
 def test_every_line_meets_the_schema_and_a_wrong_one_does_not(path: Path) -> None:

@@ -1,0 +1,290 @@
+"""Continuous batched decoding with a KV cache, in which no row can feel another.
+
+Each sequence has a slot (a row of the cache) and stands at its left edge: position ``p`` lies in
+column ``p`` whatever shares the batch, so no padding shifts it, and a row reads only columns that
+it has written. That, and two roundings, make the results bit-equal in every batch on CPU: rows are
+rounded up to 8, since MKL's matrix product gives fewer than 4 rows other bits, and columns to 16,
+since a vectorised sum groups its tail differently. Prefill stops one token before the end of the
+prompt; so every token drawn comes from the same kind of step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from fsm_trainer.engines.contract import Finish, Request
+from fsm_trainer.engines.messages import Drawn
+from fsm_trainer.engines.sampling import draw, uniform
+from fsm_trainer.machine.errors import CapabilityMissing, DataError
+
+ROWS = 8
+COLUMNS = 16
+
+
+@dataclass(slots=True)
+class _Sequence:
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """The position of the last token, the one that the next step feeds."""
+        return len(self.request.tokens) + len(self.tokens) - 1
+
+    @property
+    def last(self) -> int:
+        return self.tokens[-1] if self.tokens else self.request.tokens[-1]
+
+    @property
+    def finish(self) -> Finish | None:
+        if self.tokens and self.tokens[-1] in self.request.stop:
+            return Finish.STOP
+        return Finish.LENGTH if len(self.tokens) == self.request.max_new_tokens else None
+
+    def drawn(self, finish: Finish) -> Drawn:
+        return Drawn(self.request.id, tuple(self.tokens), tuple(self.logprobs), finish)
+
+
+class _Slots(Cache):
+    """Keys and values ``[rows, heads, columns, size]`` a layer; a step writes one column a row."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.rows = self.columns = 0
+        self.at = torch.empty(0, dtype=torch.int64)
+        self.width = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Say nothing of the past: the decoder gives positions and masks itself."""
+        return 0
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store this step's ``[rows, heads, 1, size]``; return what the rows may look at."""
+        keys, values = self.layer(layer_idx, key_states, value_states)
+        row = torch.arange(len(self.at), device=self.at.device)
+        keys[row, :, self.at] = key_states[:, :, 0]
+        values[row, :, self.at] = value_states[:, :, 0]
+        return keys[: len(row), :, : self.width], values[: len(row), :, : self.width]
+
+    def layer(
+        self, index: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's tensors, made at first use in the shape of ``key`` and ``value``."""
+        if index == len(self.pairs):
+            # Zeros: what is masked is still multiplied by 0, and must be finite.
+            self.pairs.append((self._empty(key), self._empty(value)))
+        return self.pairs[index]
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(self.rows, like.shape[1], self.columns, like.shape[3])
+
+    def resize(self, rows: int, columns: int, used: int) -> None:
+        """Change the capacity; the first ``used`` rows keep what they hold."""
+        self.rows, self.columns = rows, columns
+        for index, old in enumerate(self.pairs):
+            new = self._empty(old[0]), self._empty(old[1])
+            kept = min(columns, old[0].shape[2])
+            for source, target in zip(old, new, strict=True):
+                target[:used, :, :kept] = source[:used, :, :kept]
+            self.pairs[index] = new
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole rows."""
+        for pair in self.pairs:
+            for tensor in pair:
+                tensor[targets, :, : self.width] = tensor[sources, :, : self.width]
+
+
+class Decoder:
+    """Decodes submitted requests, one token for each of them a step.
+
+    At most ``max_tokens`` cache positions are in use; further requests wait their turn, in order.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_tokens: int) -> None:
+        self._model, self._max_tokens = model, max_tokens
+        parameters = inspect.signature(model.forward).parameters
+        # transformers 5.2x renames the argument; the old name goes in 5.40.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._waiting: deque[Request] = deque()
+        self._running: list[_Sequence] = []
+        self._slots = _Slots()
+
+    @property
+    def active(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._running or self._waiting)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, all or none; raises DataError for one that can't be decoded."""
+        for request in requests:
+            self._check(request)
+        self._waiting.extend(requests)
+
+    def _check(self, request: Request) -> None:
+        config = self._model.config.get_text_config()
+        spans = len(request.tokens) + request.max_new_tokens
+        if not 0 <= min(request.tokens) <= max(request.tokens) < config.vocab_size:
+            raise DataError(
+                f"request {request.id}: a token is not in the vocabulary [0, {config.vocab_size}); "
+                "use the tokenizer of this model"
+            )
+        if spans > config.max_position_embeddings:
+            raise DataError(
+                f"request {request.id}: prompt and max_new_tokens make {spans} tokens, and the "
+                f"model has {config.max_position_embeddings} positions; shorten one of them"
+            )
+        if ROWS * _up(spans, COLUMNS) > self._max_tokens:
+            raise DataError(
+                f"request {request.id}: prompt and max_new_tokens make {spans} tokens; with "
+                f"max_batch_tokens {self._max_tokens} only {self._max_tokens // ROWS} fit"
+            )
+
+    def clear(self) -> None:
+        """Forget every request and free the cache."""
+        self._waiting.clear()
+        self._running.clear()
+        self._slots = _Slots()
+
+    def abort(self, ids: Collection[str] | None = None) -> list[Drawn]:
+        """Take these requests (None: all) out; returns what they have got."""
+        gone = [
+            sequence
+            for sequence in (*self._running, *map(_Sequence, self._waiting))
+            if ids is None or sequence.request.id in ids
+        ]
+        chosen = {sequence.request.id for sequence in gone}
+        self._waiting = deque(each for each in self._waiting if each.id not in chosen)
+        self._compact([each.request.id not in chosen for each in self._running])
+        return [sequence.drawn(Finish.ABORT) for sequence in gone]
+
+    @torch.inference_mode()
+    def step(self) -> list[Drawn]:
+        """Draw one token for each running request; returns those that ended by it."""
+        self._admit()
+        tokens, logprobs = self._decode()
+        ended: list[Drawn] = []
+        stays: list[bool] = []
+        for sequence, token, logprob in zip(self._running, tokens, logprobs, strict=True):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            finish = sequence.finish
+            stays.append(finish is None)
+            if finish is not None:
+                ended.append(sequence.drawn(finish))
+        self._compact(stays)
+        return ended
+
+    def _admit(self) -> None:
+        """Move as many waiting requests as fit into slots, and prefill them."""
+        first, columns = len(self._running), 0
+        for sequence in self._running:
+            columns = max(columns, _span(sequence.request))
+        while self._waiting:
+            wider = max(columns, _span(self._waiting[0]))
+            rows = _up(len(self._running) + 1, ROWS)
+            if self._running and rows * wider > self._max_tokens:
+                break
+            columns = wider
+            self._running.append(_Sequence(self._waiting.popleft()))
+        rows = _up(len(self._running), ROWS)
+        if rows > self._slots.rows or columns > self._slots.columns:
+            # Twice the rows, where they fit: requests that trickle in don't copy it each time.
+            room = self._max_tokens // columns // ROWS * ROWS
+            self._slots.resize(max(rows, min(2 * first, room) // ROWS * ROWS), columns, first)
+        by_width: dict[int, list[int]] = {}
+        for row in range(first, len(self._running)):
+            width = _up(len(self._running[row].request.tokens) - 1, COLUMNS)
+            by_width.setdefault(width, []).append(row)
+        by_width.pop(0, None)
+        for width, members in by_width.items():
+            most = max(ROWS, self._max_tokens // width)
+            for start in range(0, len(members), most):
+                self._prefill(members[start : start + most], width)
+
+    def _prefill(self, rows: list[int], width: int) -> None:
+        """Fill the slots with all but the last token of each prompt."""
+        tokens = np.zeros((_up(len(rows), ROWS), width), dtype=np.int64)
+        for index, row in enumerate(rows):
+            prompt = self._running[row].request.tokens[:-1]
+            tokens[index, : len(prompt)] = prompt
+        device = self._model.device
+        cache = DynamicCache()
+        self._model.base_model(
+            input_ids=torch.from_numpy(tokens).to(device),
+            position_ids=torch.arange(width, device=device)[None],
+            use_cache=True,
+            **{self._cache_name: cache},
+        )
+        for index, layer in enumerate(cache.layers):
+            if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
+                raise CapabilityMissing(
+                    f"layer {index} of this model keeps a {type(layer).__name__}; the embedded "
+                    "engine decodes models whose layers are all full attention"
+                )
+            keys, values = self._slots.layer(index, layer.keys, layer.values)
+            keys[rows, :, :width] = layer.keys[: len(rows)]
+            values[rows, :, :width] = layer.values[: len(rows)]
+
+    def _decode(self) -> tuple[list[int], list[float]]:
+        running, device = self._running, self._model.device
+        rows = _up(len(running), ROWS)
+        state = np.zeros((2, rows), dtype=np.int64)
+        state[0, : len(running)] = [sequence.position for sequence in running]
+        state[1, : len(running)] = [sequence.last for sequence in running]
+        positions, tokens = torch.from_numpy(state).to(device)
+        slots = self._slots
+        slots.at, slots.width = positions, _up(int(state[0].max()) + 1, COLUMNS)
+        visible = torch.arange(slots.width, device=device) <= positions[:, None]
+        logits = self._model(
+            input_ids=tokens[:, None],
+            position_ids=positions[:, None],
+            attention_mask=visible[:, None, None],
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_name: slots},
+        ).logits[: len(running), -1]
+        seeds = np.array([sequence.request.seed for sequence in running], dtype=np.uint64)
+        drawn, logprobs = draw(
+            logits,
+            np.array([sequence.request.temperature for sequence in running], dtype=np.float32),
+            uniform(seeds, state[0, : len(running)].astype(np.uint64) + np.uint64(1)),
+        )
+        return drawn.tolist(), logprobs.tolist()
+
+    def _compact(self, stays: list[bool]) -> None:
+        """Drop the rows that don't stay; the last ones move into the gaps."""
+        kept = sum(stays)
+        sources = [row for row in range(kept, len(stays)) if stays[row]]
+        targets = [row for row in range(kept) if not stays[row]]
+        if sources:
+            self._slots.move(sources, targets)
+            for source, target in zip(sources, targets, strict=True):
+                self._running[target] = self._running[source]
+        del self._running[kept:]
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _span(request: Request) -> int:
+    return _up(len(request.tokens) + request.max_new_tokens, COLUMNS)

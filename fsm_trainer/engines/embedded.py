@@ -1,0 +1,319 @@
+"""The embedded engine: transformers on torch, in a process of its own, behind the contract.
+
+This is the client; it imports no torch. See `contract` for what each method promises, `admission`
+for what is refused, `process` for how the engine process lives and dies.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from fsm_trainer.engines.admission import Admission, Holdings
+from fsm_trainer.engines.contract import Completion, Health, PauseMode, Request, Tag
+from fsm_trainer.engines.messages import Drawn, Vitals
+from fsm_trainer.engines.process import Channel, EngineProcess
+from fsm_trainer.machine.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    ManifestMismatch,
+    Refused,
+)
+from fsm_trainer.machine.version import Version
+
+if TYPE_CHECKING:
+    from fsm_trainer.groups.membership import Membership
+    from fsm_trainer.sync.manifest import Manifest, TensorSpec
+
+_SERVER = "fsm_trainer.engines.embedded_server"
+
+
+class EngineConfig(BaseModel, extra="forbid", frozen=True):
+    """How the embedded engine runs; what it generates is said by each request."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the weights and the KV cache; a push must carry the same."""
+
+    device: str = "cpu"
+    """Where weights and KV cache live, as torch names it."""
+
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the engine process."""
+
+    max_batch_tokens: int = Field(default=65_536, ge=1024)
+    """KV cache positions in use at once, padding included; further requests wait their turn."""
+
+    start_timeout: float = Field(default=180.0, gt=0)
+    """Seconds until the engine process is up (it imports torch)."""
+
+    call_timeout: float = Field(default=60.0, gt=0)
+    """Seconds that any call may take beyond what it waits for; then the process is killed."""
+
+    generate_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds that a ``generate`` call may take when it doesn't say so itself."""
+
+
+class EmbeddedEngine:
+    """An `Engine` for the causal language model in a folder (Hugging Face layout).
+
+    Only the folder's configuration is read: weights come over a link. Tokens depend on a request
+    and the weights alone; on CPU with equal ``threads`` log-probs are bit-equal in every batch.
+    """
+
+    def __init__(
+        self, name: str, model: str | os.PathLike[str], config: EngineConfig | None = None
+    ) -> None:
+        self._name, self._model = name, os.fspath(model)
+        self._config = config or EngineConfig()
+        self._life = threading.Lock()
+        self._process: EngineProcess | None = None
+        self._admission = Admission(name)
+        self._specs: list[TensorSpec] = []
+
+    @property
+    def name(self) -> str:
+        """The worker that this engine serves."""
+        return self._name
+
+    def start(self) -> None:
+        """Bring the engine process up, sleeping; see `Engine.start`."""
+        config = self._config
+        with self._life:
+            if self._process is not None and self._process.ended is None:
+                raise Refused(self._name, "started", "start", ["already started"], "stop it first")
+            self._admission = Admission(self._name)
+            process = self._process = EngineProcess(self._name, _SERVER)
+        try:
+            self._specs = process.call(
+                "work",
+                "start",
+                self._model,
+                config.dtype,
+                config.device,
+                config.threads,
+                config.max_batch_tokens,
+                timeout=config.start_timeout,
+            )
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End the engine process and all it holds; see `Engine.stop`."""
+        with self._life:
+            process, self._process = self._process, None
+        if process is None:
+            return
+        if process.ended is None:
+            try:
+                process.submit("control", "stop").result(self._config.call_timeout / 10)
+                process.join(self._config.call_timeout / 10)
+            except (EngineFailed, FutureTimeout):
+                # It is dead already, or doesn't listen: the kill below settles both.
+                pass
+        process.kill()
+
+    def generate(
+        self, requests: Sequence[Request], timeout: float | None = None
+    ) -> list[Completion]:
+        """Continue each prompt; see `Engine.generate`."""
+        process = self._living("generate")
+        ids = [request.id for request in requests]
+        if not ids:
+            return []
+        with self._admission.serving(ids) as version:
+            future = process.submit("work", "generate", list(requests))
+            limit = self._config.generate_timeout if timeout is None else timeout
+            try:
+                drawn: list[Drawn] = future.result(limit)
+            except FutureTimeout:
+                self._give_up(process, future, ids)
+                raise DeadlineExceeded(
+                    f"{self._name}: {len(ids)} requests ({ids[0]} …) were not done within "
+                    f"{limit:g} s and were aborted; give more time, or fewer tokens"
+                ) from None
+        return [
+            Completion(each.id, each.tokens, each.logprobs, each.finish, version) for each in drawn
+        ]
+
+    def abort(self, ids: Collection[str] | None = None) -> None:
+        """End requests in flight; see `Engine.abort`."""
+        self._control("abort", None if ids is None else frozenset(ids))
+
+    def pause(self, mode: PauseMode) -> None:
+        """Refuse new requests and stop those in flight; see `Engine.pause`."""
+        self._living("pause")
+        with self._admission.pausing(PauseMode(mode)):
+            self._control("pause", PauseMode(mode))
+
+    def unpause(self) -> None:
+        """Take requests again; see `Engine.unpause`."""
+        self._living("unpause")
+        with self._admission.unpausing():
+            self._control("unpause")
+
+    def drain(self, timeout: float) -> None:
+        """Wait until no request is in flight; see `Engine.drain`."""
+        self._living("drain")
+        self._admission.drain(timeout)
+        self._living("drain")
+
+    def acquire(self, tag: Tag) -> None:
+        """Put weights (torn) or the KV cache on the device; see `Engine.acquire`."""
+        tag = Tag(tag)
+        with self._alone(f"acquire({tag})", absent=[tag]) as held:
+            self._work("acquire", tag)
+            held.tags.add(tag)
+
+    def release(self, tag: Tag) -> None:
+        """Free weights or the KV cache; see `Engine.release`."""
+        tag = Tag(tag)
+        link = False if tag is Tag.WEIGHTS else None
+        with self._alone(f"release({tag})", tags=[tag], link=link) as held:
+            if tag is Tag.WEIGHTS:
+                held.version = None
+            self._work("release", tag)
+            held.tags.discard(tag)
+
+    def join(self, membership: Membership) -> None:
+        """Open the lease of this membership; see `Engine.join`."""
+        with self._alone("join", tags=[Tag.WEIGHTS], link=False) as held:
+            self._work("join", membership, extra=2 * membership.timeout)
+            held.link = membership
+
+    def leave(self) -> None:
+        """Close the lease; see `Engine.leave`."""
+        with self._alone("leave", link=True) as held:
+            held.close_update()
+            self._work("leave")
+            held.link = None
+
+    def revoke(self) -> None:
+        """Make the lease worthless at once; see `Engine.revoke`."""
+        self._control("revoke")
+
+    def begin_update(self, manifest: Manifest) -> None:
+        """Open an update; see `Engine.begin_update`."""
+        with self._alone("begin_update", tags=[Tag.WEIGHTS], link=True, update=False) as held:
+            manifest.check(self._specs)
+            held.update = manifest
+
+    def receive(self) -> None:
+        """Receive every bucket of the manifest into the weights; see `Engine.receive`."""
+        with self._alone("receive", update=True, received=False) as held:
+            manifest, link = held.update, held.link
+            assert manifest is not None and link is not None  # update=True; a link outlives it
+            before, held.version = held.version, None
+            try:
+                # Each bucket, and the words before and after, have the link's own deadline.
+                extra = link.timeout * (len(manifest.buckets) + 4)
+                self._work("receive", manifest, extra=extra)
+            except BaseException as error:
+                held.close_update()
+                if isinstance(error, ManifestMismatch):
+                    held.version = before
+                raise
+            held.received = True
+
+    def end_update(self, version: Version | None) -> None:
+        """Close the update; see `Engine.end_update`."""
+        received = None if version is None else True
+        with self._alone("end_update", update=True, received=received) as held:
+            held.close_update()
+            if version is not None:
+                held.version = Version(*version)
+
+    def flush(self) -> None:
+        """Drop every cached key and value; see `Engine.flush`."""
+        with self._alone("flush"):
+            self._work("flush")
+
+    def reset_weights(self) -> None:
+        """Set all weights to zero; torn; see `Engine.reset_weights`."""
+        with self._alone("reset_weights", tags=[Tag.WEIGHTS], update=False) as held:
+            held.version = None
+            self._work("reset_weights")
+
+    def version(self) -> Version | None:
+        """Return the version that is served; see `Engine.version`."""
+        self._living("version")
+        return self._admission.holdings.version
+
+    def health(self) -> Health:
+        """Ask the engine process how it is; see `Engine.health`."""
+        process = self._living("health")
+        vitals: Vitals = self._control("vitals")
+        held = self._admission.holdings
+        return Health(
+            pid=process.pid or 0,
+            held=frozenset(held.tags),
+            version=held.version,
+            paused=self._admission.paused,
+            in_flight=len(self._admission.in_flight),
+            updating=held.update is not None,
+            epoch=vitals.epoch,
+            groups=vitals.groups,
+            resident_bytes=vitals.resident_bytes,
+            device_bytes=vitals.device_bytes,
+        )
+
+    def specs(self) -> list[TensorSpec]:
+        """Describe every tensor of an update; see `Engine.specs`."""
+        self._living("specs")
+        return list(self._specs)
+
+    def checksums(self) -> Mapping[str, str]:
+        """Return a checksum per tensor of ``specs``; see `Engine.checksums`."""
+        with self._alone("checksums", tags=[Tag.WEIGHTS]):
+            return dict(self._work("checksums"))
+
+    def _living(self, asked: str) -> EngineProcess:
+        process = self._process
+        if process is None:
+            raise Refused(self._name, "disconnected", asked, ["not started"], "start")
+        if process.ended is not None:
+            raise EngineFailed(f"{self._name}: {process.ended}; stop and start it anew")
+        return process
+
+    @contextmanager
+    def _alone(
+        self,
+        asked: str,
+        *,
+        tags: Sequence[Tag] = (),
+        absent: Sequence[Tag] = (),
+        link: bool | None = None,
+        update: bool | None = None,
+        received: bool | None = None,
+    ) -> Iterator[Holdings]:
+        self._living(asked)
+        with self._admission.alone(
+            asked, tags=tags, absent=absent, link=link, update=update, received=received
+        ) as held:
+            yield held
+
+    def _work(self, method: str, *arguments: Any, extra: float = 0.0) -> Any:
+        return self._call("work", method, arguments, self._config.call_timeout + extra)
+
+    def _control(self, method: str, *arguments: Any) -> Any:
+        return self._call("control", method, arguments, self._config.call_timeout)
+
+    def _call(
+        self, channel: Channel, method: str, arguments: tuple[Any, ...], timeout: float
+    ) -> Any:
+        return self._living(method).call(channel, method, *arguments, timeout=timeout)
+
+    def _give_up(self, process: EngineProcess, future: Future[Any], ids: list[str]) -> None:
+        """Abort requests and wait until they are gone; a process that keeps them is killed."""
+        process.submit("control", "abort", frozenset(ids))
+        try:
+            future.result(self._config.call_timeout)
+        except FutureTimeout:
+            process.kill()

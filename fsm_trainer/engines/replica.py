@@ -1,0 +1,126 @@
+"""The weights of an engine: laid out from a model folder, filled by pushes, freed in sleep."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from fsm_trainer.groups.lease import Lease
+from fsm_trainer.machine.errors import ActionFailed, CapabilityMissing, ConfigError
+from fsm_trainer.sync.checksums import checksums
+from fsm_trainer.sync.manifest import Manifest, TensorSpec
+from fsm_trainer.sync.push import Receiver
+
+
+class Replica:
+    """A causal language model of a folder in the Hugging Face layout; reads its config only.
+
+    It starts without weights, on no device. Raises ConfigError for a folder without a config, and
+    CapabilityMissing for an architecture that can't be decoded here.
+    """
+
+    def __init__(self, folder: str, dtype: str, device: str) -> None:
+        if not (Path(folder) / "config.json").is_file():
+            raise ConfigError(f"model folder {folder!r} has no config.json; save the model there")
+        self._config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._device = torch.device(device)
+        _check_architecture(self._config.get_text_config(), folder)
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            raise CapabilityMissing(f"device {device!r}: torch sees no CUDA device; use 'cpu'")
+        self._model: PreTrainedModel | None = None
+        self._receiver = Receiver()
+        self.specs = [
+            TensorSpec.of(name, tensor)
+            for name, tensor in _tensors(self._build(torch.device("meta"))).items()
+        ]
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model whose weights are on the device. Raises ActionFailed without weights."""
+        if self._model is None:
+            raise ActionFailed("there are no weights on the device; acquire them first")
+        return self._model
+
+    def acquire(self) -> None:
+        """Put zeros in the shape of the weights on the device."""
+        self._model = self._build(self._device)
+        self.reset()
+
+    def release(self) -> None:
+        """Free the weights, and give the memory back to device and system."""
+        self._model, self._receiver = None, Receiver()
+        self.give_back_memory()
+
+    def give_back_memory(self) -> None:
+        """Return freed memory to the device, and what the C heap keeps to the system."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
+
+    @property
+    def device(self) -> str:
+        """The device that the weights go to."""
+        return str(self._device)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that torch holds on an accelerator; 0 on CPU."""
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+    def reset(self) -> None:
+        """Set every tensor of ``specs`` to zero."""
+        for tensor in _tensors(self.model).values():
+            tensor.detach().zero_()
+
+    def receive(self, lease: Lease, manifest: Manifest) -> None:
+        """Receive every bucket straight into the weights; see `sync.push.Receiver`."""
+        targets = _tensors(self.model)
+
+        def load(name: str, tensor: torch.Tensor) -> None:
+            # The manifest fits `specs`: a name that isn't there is tied to one that is.
+            if name in targets:
+                targets[name].detach().copy_(tensor)
+
+        self._receiver.receive(lease, manifest, load)
+
+    def checksums(self) -> dict[str, str]:
+        """Return a checksum for each tensor of ``specs``."""
+        return dict(checksums(_tensors(self.model).items()))
+
+    def _build(self, device: torch.device) -> PreTrainedModel:
+        # Built anew each time: the constructor fills buffers that no checkpoint holds (rotary
+        # frequencies), which a copy of an empty model would lack.
+        with device, no_init_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                self._config, dtype=self._dtype, attn_implementation="sdpa"
+            )
+        model.tie_weights()
+        model.train(False).requires_grad_(False)
+        return model
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return parameters and saved buffers by name; tied ones once, under their first name."""
+    unique: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        unique.setdefault(id(tensor), (name, tensor))
+    return dict(unique.values())
+
+
+def _check_architecture(config: PretrainedConfig, folder: str) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds or config.is_encoder_decoder:
+        what = ", ".join(sorted(kinds)) or "an encoder"
+        raise CapabilityMissing(
+            f"model {folder!r} has {what}; the embedded engine decodes models whose layers are "
+            "all full attention: use another engine or model"
+        )

@@ -1,0 +1,248 @@
+"""The report: whole in one file, right in its numbers, and there for broken-off runs too."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from fsm_trainer.cli.charts import Lane, Series, Span, lanes, line_chart, stacked_bars
+from fsm_trainer.cli.report import build_lanes, load_run, write_report
+from fsm_trainer.cli.svg import state_diagram_mermaid, state_diagram_svg
+from fsm_trainer.machine.errors import DataError, JournalError
+from fsm_trainer.runtime.journal import Journal, Kind, read_journal
+from fsm_trainer.runtime.metrics import MetricsWriter, Stage
+
+HOLDS: dict[str, list[str]] = {
+    "disconnected": [],
+    "sleeping": ["bank"],
+    "awake": ["bank", "weights"],
+    "connected": ["bank", "weights", "link"],
+}
+EDGES = [
+    ("disconnected", "sleeping", "start"),
+    ("sleeping", "awake", "wake"),
+    ("awake", "connected", "connect"),
+    ("connected", "awake", "disconnect"),
+    ("connected", "awake", "sever"),
+    ("connected", "sleeping", "disconnect"),
+]
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and gathers titles, links and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in {"meta", "br"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def move(worker: str, trigger: str, source: str, dest: str, **more: Any) -> dict[str, Any]:
+    role = worker.split("-")[0]
+    known = {"worker": worker, "role": role, "rank": 0, "kind": Kind.TRANSITION, "seconds": 1.0}
+    return known | {"trigger": trigger, "source": source, "dest": dest} | more
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of four steps; one record a second, from second 1000 on."""
+    seconds = count(1000)
+    with Journal(tmp_path / "journal.jsonl", clock=lambda: float(next(seconds))) as journal:
+        journal.record(**move("rollout-0", "start", "disconnected", "sleeping"))
+        journal.record(**move("actor", "start", "disconnected", "sleeping"))
+        journal.record(**move("rollout-0", "wake", "sleeping", "awake", version="0.1"))
+        journal.record(**move("rollout-0", "generate", "awake", "awake", kind=Kind.ACTION))
+        journal.record(
+            **move("actor", "wake", "sleeping", "sleeping", ok=False, error="no <room> & more")
+        )
+        fault = {"kind": Kind.FAULT, "ok": False, "error": "killed", "seconds": 0.0}
+        journal.record(**move("rollout-0", "fail", "awake", "disconnected", **fault))
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(0, {"eval/reward": 0.125}, stage=Stage.WARMUP)
+        for step in range(1, 5):
+            metrics.write(
+                step,
+                {"train/reward": 0.1 * step, "train/kl": 0.01, "train/policy_loss": 0.5},
+                seconds=2.0,
+                tokens=100,
+                phase_seconds={"rollout": 1.5, "policy": 0.5},
+            )
+        metrics.write(4, {"eval/reward": 0.5}, stage=Stage.END)
+    (tmp_path / "config.yaml").write_text("seed: 7 # <b>\n")
+    return tmp_path
+
+
+def test_the_page_is_well_formed_and_needs_nothing_from_elsewhere(run: Path) -> None:
+    text = write_report(run, run / "out" / "report.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object"}
+    assert not [a for _, attrs in page.tags for a in attrs if a in ("src", "href", "data")]
+    assert "http" not in text and "url(" not in text and "$" not in text
+
+
+def test_the_page_shows_the_numbers_of_the_run(run: Path) -> None:
+    text = " ".join(Page(write_report(run, run / "report.html").read_text()).text)
+    # 0.5 - 0.125 = 0.375; 4 steps of 2 s and 100 tokens: 2 s a step, 50 tokens a second.
+    for shown in ("0.125", "0.500", "+0.375", "2.00", "50", "seed: 7 # <b>", "no <room> & more"):
+        assert shown in text
+    assert "train/kl" in text and "train/policy_loss" in text
+
+
+def test_the_summary_adds_up(run: Path) -> None:
+    summary = load_run(run).summary()
+    assert (summary.steps, summary.tokens, summary.step_seconds) == (4, 400, 8.0)
+    assert summary.rise == pytest.approx(0.375)
+    assert (summary.faults, summary.failed) == (1, 1)
+    assert summary.counts["transition start"] == {"rollout-0": 1, "actor": 1}
+    assert summary.counts["action generate"] == {"rollout-0": 1}
+    assert summary.seconds == 5.0
+
+
+def test_a_lane_follows_the_states_and_a_refused_transition_changes_none(run: Path) -> None:
+    # Records end at 1000, 1001 ... and last 1 s: the first began at 999, which is second 0.
+    actor, rollout = build_lanes(read_journal(run / "journal.jsonl"), end=10.0)
+    assert [(s.name, s.start, s.end) for s in rollout.states] == [
+        ("disconnected", 0, 1),
+        ("sleeping", 1, 3),
+        ("awake", 3, 6),
+        ("disconnected", 6, 10),
+    ]
+    assert [(a.name, a.start, a.end) for a in rollout.actions] == [("generate", 3, 4)]
+    assert [fault.start for fault in rollout.faults] == [6]
+    assert [s.name for s in actor.states] == ["disconnected", "sleeping", "sleeping"]
+    assert "no <room> & more" in actor.faults[0].title
+
+
+@pytest.mark.parametrize("kept", [[], ["metrics.jsonl"], ["journal.jsonl"]])
+def test_a_partial_run_has_a_report_that_says_what_is_missing(run: Path, kept: list[str]) -> None:
+    for name in ("metrics.jsonl", "journal.jsonl", "config.yaml"):
+        if name not in kept:
+            (run / name).unlink()
+    text = write_report(run, run / "report.html").read_text()
+    assert Page(text).open == []
+    for name in ("metrics.jsonl", "journal.jsonl"):
+        assert (f"{name} is missing or empty" in text) == (name not in kept)
+
+
+def test_a_run_that_has_not_ended_says_so(run: Path) -> None:
+    whole = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert not load_run(run).notices
+    (run / "metrics.jsonl").write_text("".join(whole[:-1]) + whole[-1][:20])
+    assert "not reached its end" in load_run(run).notices[0]
+
+
+def test_a_wrong_folder_and_a_damaged_journal_are_typed_errors(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no folder of a run"):
+        write_report(tmp_path / "nowhere", tmp_path / "report.html")
+    (run / "journal.jsonl").write_text("{}\n")
+    with pytest.raises(JournalError, match=r"journal\.jsonl:1: "):
+        write_report(run, run / "report.html")
+
+
+def svg(text: str) -> ElementTree.Element:
+    return ElementTree.fromstring(text[: text.index("</svg>") + len("</svg>")])
+
+
+def test_stacked_bars_are_as_tall_as_their_seconds() -> None:
+    image = svg(stacked_bars([(1, {"a": 1.0, "b": 3.0}), (2, {"a": 2.0})]))
+    first_a, first_b, second_a, second_b = (float(r.get("height", "")) for r in image.iter("rect"))
+    assert first_b / first_a == pytest.approx(3, abs=0.01)
+    assert second_a / first_a == pytest.approx(2, abs=0.01)
+    assert second_b == 0
+
+
+def test_a_long_line_is_averaged_and_keeps_its_mean() -> None:
+    image = svg(line_chart([Series("x", [(float(s), float(s % 2)) for s in range(3000)])]))
+    titles = [title.text or "" for title in image.iter("title")]
+    # 3,000 points in groups of 10: 300 points, each the mean of five zeros and five ones.
+    assert len(titles) == 300
+    assert titles[0] == "x 0.5 at step 9, mean of 10 steps"
+
+
+@pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [-1e-9, 1e-9], [1e9, 2e9], [0.1, 0.2]])
+def test_ticks_are_few_round_and_inside_the_plot(values: list[float]) -> None:
+    image = svg(line_chart([Series("x", list(enumerate(values)))]))
+    ticks = [float(t.text or "") for t in image.iter("text") if t.get("class") == "y"]
+    heights = [float(t.get("y", "")) for t in image.iter("text") if t.get("class") == "y"]
+    assert 1 <= len(ticks) <= 6
+    assert all(0 <= height <= 260 for height in heights)
+    # Some 10 % beyond the values on each side, or 0.1 where the only value is 0.
+    room = 0.11 * max(abs(value) for value in values) or 0.1
+    assert min(values) - room <= min(ticks) and max(ticks) <= max(values) + room
+
+
+def test_lanes_of_a_long_run_stay_small() -> None:
+    flips = [Span(i / 100, (i + 1) / 100, ("awake", "sleeping")[i % 2], "") for i in range(100_000)]
+    text = lanes([Lane("actor", flips, [], [])], 0.0, 1000.0)
+    assert 500 < text.count("<rect") <= 2200
+
+
+def test_a_lane_fills_its_window_without_a_gap() -> None:
+    states = [Span(0, 2, "sleeping", ""), Span(2, 7, "awake", ""), Span(7, 9, "connected", "")]
+    image = svg(lanes([Lane("actor", states, [], [])], 1.0, 8.0))
+    spans = [(float(r.get("x", "")), float(r.get("width", ""))) for r in image.iter("rect")]
+    assert len(spans) == 3
+    for (x, width), (following, _) in pairwise(spans):
+        assert x + width == pytest.approx(following, abs=0.02)
+
+
+def test_the_diagram_has_each_state_once_and_one_arrow_a_pair() -> None:
+    image = ElementTree.fromstring(state_diagram_svg(HOLDS, EDGES))
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in image.iter(f"{space}text")]
+    assert all(texts.count(state) == 1 for state in HOLDS)
+    assert "disconnect, sever" in texts
+    arrows = [path for path in image.iter(f"{space}path") if path.get("class") == "edge"]
+    assert len(arrows) == len({(source, dest) for source, dest, _ in EDGES}) == 5
+
+
+def test_an_edge_of_an_unknown_state_is_refused() -> None:
+    with pytest.raises(KeyError):
+        state_diagram_svg(HOLDS, [("awake", "nowhere", "lose")])
+
+
+def test_the_mermaid_text_lists_the_edges_in_order() -> None:
+    text = state_diagram_mermaid("actor", [*EDGES, ("awake", "awake", "a;b#c")])
+    assert text.splitlines() == [
+        "---",
+        "title: actor",
+        "---",
+        "stateDiagram-v2",
+        "    direction LR",
+        "    [*] --> disconnected",
+        "    disconnected --> sleeping: start",
+        "    sleeping --> awake: wake",
+        "    awake --> connected: connect",
+        "    connected --> awake: disconnect, sever",
+        "    connected --> sleeping: disconnect",
+        "    awake --> awake: a#59;b#35;c",
+    ]
+
+
+def test_every_colour_that_is_used_is_defined(run: Path) -> None:
+    text = write_report(run, run / "report.html").read_text()
+    assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= set(re.findall(r"(--[\w-]+):", text))

@@ -62,7 +62,12 @@ class Group:
         """Start writing every member's ``tensor`` to ``into``, by rank."""
         return self.backend.allgather([into], [tensor], _all_gather_options())
 
-    def poll(self, work: Work, seconds: float) -> bool:
+    def barrier(self) -> Work:
+        """Start waiting for all members."""
+        return self.all_reduce(torch.ones(1, device=self.device))
+
+    @staticmethod
+    def poll(work: Work, seconds: float) -> bool:
         """Wait at most ``seconds``; whether the work is done. Raises the backend's error."""
         raise NotImplementedError
 
@@ -74,7 +79,8 @@ class Group:
 class GlooGroup(Group):
     """Over TCP between CPUs."""
 
-    def poll(self, work: Work, seconds: float) -> bool:
+    @staticmethod
+    def poll(work: Work, seconds: float) -> bool:
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError:
@@ -93,7 +99,8 @@ class GlooGroup(Group):
 class NcclGroup(Group):
     """Between CUDA devices."""
 
-    def poll(self, work: Work, seconds: float) -> bool:
+    @staticmethod
+    def poll(work: Work, seconds: float) -> bool:
         # Not work.wait(timeout): on time-out it aborts the communicator and may end the process.
         until = time.monotonic() + seconds
         while not work.is_completed():
@@ -109,7 +116,7 @@ class NcclGroup(Group):
 
 def _all_gather_options() -> object:
     # Exported nowhere else, and unknown to torch's stubs.
-    from torch._C._distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+    from torch._C._distributed_c10d import AllgatherOptions
 
     options: object = AllgatherOptions()
     return options

@@ -80,7 +80,7 @@ class Lease:
         lease._keeper.start()
         error: FsmError | None
         if lease._opened.wait(membership.timeout + GRACE):
-            error = lease._open_error
+            error, lease._open_error = lease._open_error, None
         else:
             error = PeerLost(
                 f"link {lease.link!r} epoch {lease.epoch}: {membership.name} is stuck since "
@@ -89,7 +89,11 @@ class Lease:
             )
         if error is not None:
             lease.close()
-            raise error
+            try:
+                raise error
+            finally:
+                # The error keeps this frame: a cycle would keep the group's sockets with it.
+                del error
         return lease
 
     @property
@@ -130,18 +134,14 @@ class Lease:
         self._start("all_reduce", lambda group: group.all_reduce(tensor)).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return every member's ``tensor`` by rank; equal shapes everywhere, meant for small ones.
-
-        ``torch.empty_like`` of the input each, on the same device.
-        """
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        """Return every member's ``tensor`` by rank; equal shapes everywhere, meant for small ones."""
+        parts = [tensor.new_empty(tensor.shape) for _ in range(self.size)]
         self._start("all_gather", lambda group: group.all_gather(parts, tensor)).wait()
         return parts
 
     def barrier(self) -> None:
         """Return when all members came here."""
-        one = torch.ones(1, device=self.device)
-        self._start("barrier", lambda group: group.all_reduce(one)).wait()
+        self._start("barrier", lambda group: group.barrier()).wait()
 
     def revoke(self, why: str = "it was revoked") -> None:
         """End the lease for all its members, from any thread: every further use raises.
@@ -334,19 +334,18 @@ def open_all(memberships: Iterable[Membership], device: str = "cpu") -> tuple[Le
     """Open a bundle of groups in the one global order (link name, then index), all or none.
 
     All processes open in the same order whatever order they were told, so that two that share
-    several groups can't wait for each other. Returns the leases in the order of ``memberships``.
-    Raises what :meth:`Lease.open` raises; those that were open already are closed then.
+    several groups can't wait for each other. Returns the leases in that order: use them in it,
+    for the same reason. Raises what :meth:`Lease.open` raises, with nothing left open here.
     """
-    asked = list(memberships)
-    leases: dict[str, Lease] = {}
+    leases: list[Lease] = []
     try:
-        for membership in sorted(asked, key=lambda one: one.order):
-            leases[membership.link] = Lease.open(membership, device)
+        for membership in sorted(memberships, key=lambda one: one.order):
+            leases.append(Lease.open(membership, device))
     except BaseException:
-        for lease in leases.values():
+        for lease in leases:
             lease.close()
         raise
-    return tuple(leases[membership.link] for membership in asked)
+    return tuple(leases)
 
 
 def registered_groups() -> tuple[str, ...]:
@@ -374,11 +373,8 @@ def _fence(lease: Lease) -> None:
 
 
 def _warm(group: Group, deadline: float) -> None:
-    import torch
-
     # Backends connect lazily: without this the first push would pay, and fail, instead of open.
-    work = group.all_reduce(torch.ones(1, device=group.device))
-    if not group.poll(work, max(deadline - time.monotonic(), 0.001)):
+    if not group.poll(group.barrier(), max(deadline - time.monotonic(), 0.001)):
         raise RuntimeError("no answer in time")
 
 

@@ -11,7 +11,8 @@ import torch
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of ``tensor`` (any dtype, device, layout) in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    view: memoryview = flat.numpy().data
+    return view
 
 
 def checksums(named_tensors: Iterable[tuple[str, torch.Tensor]], sample: int = 1) -> dict[str, str]:

@@ -19,21 +19,21 @@ HEADER_BYTES = _LAYOUT.size
 class Header:
     """One push: under which epoch, of which version, in which layout, checked how.
 
-    ``window`` is the number of bytes hashed out of each ``stride`` bytes of a bucket: 0 for no
-    check, equal to the stride for all bytes.
+    ``total`` counts the weights' bytes. ``window`` is how many bytes are hashed out of each
+    ``stride`` bytes of a bucket: 0 for no check, equal to the stride for all bytes.
     """
 
     digest: bytes
     epoch: int
     version: Version
-    bytes: int
+    total: int
     window: int
     stride: int
 
     def pack(self) -> bytes:
         """Return the header's bytes."""
         return _LAYOUT.pack(
-            _MAGIC, self.digest, self.epoch, *self.version, self.bytes, self.window, self.stride
+            _MAGIC, self.digest, self.epoch, *self.version, self.total, self.window, self.stride
         )
 
     @classmethod
@@ -53,7 +53,7 @@ class Header:
             raise LeaseExpired(lease.link, lease.epoch, f"the sender is in epoch {self.epoch}")
         if self.digest != bytes.fromhex(manifest.digest):
             raise ManifestMismatch(
-                f"link {lease.link!r} epoch {lease.epoch}: the sender pushes {self.bytes:,} bytes "
+                f"link {lease.link!r} epoch {lease.epoch}: the sender pushes {self.total:,} bytes "
                 f"under manifest {self.digest.hex()[:16]}, but {lease.membership.name} expects "
                 f"{manifest.bytes:,} bytes under {manifest.digest[:16]}. Give both sides the same "
                 "manifest; nothing was sent"

@@ -34,6 +34,9 @@ from fsm_trainer.sync.manifest import Bucket, Manifest, Slot, TensorSpec
 Verify = Literal["auto", "full", "sampled", "none"]
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
+# The version of a push that its caller gave none.
+UNNUMBERED = Version(0, 0)
+
 # Pushes below this many bytes are hashed whole: SHA-256 of it takes about 0.1 s.
 FULL_CHECK_BYTES = 64 * 2**20
 # "sampled" hashes this much ...
@@ -91,7 +94,7 @@ class Sender:
         named_tensors: NamedTensors,
         manifest: Manifest,
         source: int = 0,
-        version: Version = Version(0, 0),
+        version: Version = UNNUMBERED,
     ) -> PushReport:
         """Send all tensors of ``manifest``; ``source`` is this member's own rank.
 
@@ -204,7 +207,7 @@ def send(
     named_tensors: NamedTensors,
     manifest: Manifest,
     source: int = 0,
-    version: Version = Version(0, 0),
+    version: Version = UNNUMBERED,
     verify: Verify = "auto",
 ) -> PushReport:
     """Send once, as :meth:`Sender.send`; keep a Sender to reuse its buckets."""

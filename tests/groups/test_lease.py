@@ -1,0 +1,275 @@
+"""Leases over real processes: fenced, bounded, freed."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fsm_trainer.groups.rendezvous import Address, Rendezvous
+from tests.groups import members
+from tests.groups.world import Answer, World
+
+# Seconds that may pass beyond a lease's timeout: the roll call, and a busy machine.
+SLACK = 2.5
+
+
+def opened(world: World, size: int, timeout: float = 5.0) -> list[Any]:
+    processes = world.members(size)
+    places = world.memberships(size, timeout)
+    answers = [
+        process.call(members.open_lease, place)
+        for process, place in zip(processes, places, strict=True)
+    ]
+    assert [answer.get() for answer in answers] == ["open"] * size
+    return processes
+
+
+def everywhere(processes: list[Any], function: Callable[..., Any], *args: Any) -> list[Answer]:
+    return [process.call(function, *args) for process in processes]
+
+
+def results(answers: list[Answer], timeout: float = 20.0) -> list[Any]:
+    return [answer.get(timeout) for answer in answers]
+
+
+def test_all_operations_of_three_members_agree(world: World) -> None:
+    processes = opened(world, 3)
+
+    got = results(everywhere(processes, members.all_operations))
+
+    # Broadcast from rank 1; 1·(1+2+3) and 10·(1+2+3); ranks in order.
+    assert got == [([1.0] * 3, [6.0, 60.0], [[0.0], [1.0], [2.0]])] * 3
+
+
+def test_torch_has_no_group_registered_while_a_lease_is_open(world: World) -> None:
+    processes = opened(world, 2)
+
+    assert results(everywhere(processes, members.registered)) == [(), ()]
+
+
+def test_a_closed_lease_refuses_at_once(world: World) -> None:
+    processes = opened(world, 2)
+    closed = results(everywhere(processes, members.close_lease))
+
+    name, text, seconds = processes[0].call(members.broadcast, 4).get()
+
+    assert [usable for usable, _ in closed] == [False, False]
+    assert (name, seconds < 0.1) == ("LeaseExpired", True)
+    assert "it was closed" in text
+
+
+def test_opening_a_newer_epoch_ends_the_older_lease_of_the_process(world: World) -> None:
+    process = opened(world, 1)[0]
+    process.call(members.keep_as, "stale").get()
+    process.call(members.open_lease, world.memberships(1)[0]).get()
+
+    name, text, seconds = process.call(members.broadcast, 4, 0, "stale").get()
+
+    assert (name, seconds < 0.1) == ("LeaseExpired", True)
+    assert "was opened" in text
+
+
+def test_an_epoch_is_opened_once(world: World) -> None:
+    process = world.members(1)[0]
+    place = world.memberships(1)[0]
+    process.call(members.open_lease, place).get()
+
+    name, text, seconds = process.call(members.open_lease, place).get()
+
+    assert (name, seconds < 0.1) == ("LeaseExpired", True)
+    assert f"epoch {place.epoch}" in text
+
+
+def test_a_replaced_process_cannot_take_a_place_that_was_opened(world: World) -> None:
+    first, second = world.members(2)
+    place = world.memberships(1)[0]
+    first.call(members.open_lease, place).get()
+
+    name, text, _ = second.call(members.open_lease, place).get()
+
+    assert name == "LeaseExpired"
+    assert "opened before" in text
+
+
+def test_members_that_were_told_different_members_refuse(world: World) -> None:
+    processes = world.members(2)
+    one, two = world.memberships(2)
+    two = replace(two, members=("member-0", "somebody-else"))
+
+    got = results(
+        [processes[0].call(members.open_lease, one), processes[1].call(members.open_lease, two)]
+    )
+
+    assert {name for name, _, _ in got} == {"LeaseExpired"}
+    assert "somebody-else" in got[0][1]
+
+
+def test_a_missing_member_is_named_within_the_timeout(world: World) -> None:
+    processes = world.members(2)
+    places = world.memberships(3, timeout=1.0)
+
+    got = results([p.call(members.open_lease, m) for p, m in zip(processes, places, strict=False)])
+
+    for name, text, seconds in got:
+        assert name == "PeerLost"
+        assert "member-2 did not arrive" in text
+        assert 0.9 < seconds < 1.0 + SLACK
+
+
+def test_an_absent_rendezvous_is_an_error_within_the_timeout(world: World) -> None:
+    with Rendezvous.bind() as gone:
+        address = Address(*gone.address)
+    place = replace(world.memberships(1, timeout=1.0)[0], store=address)
+
+    name, text, seconds = world.members(1)[0].call(members.open_lease, place).get()
+
+    assert name == "PeerLost"
+    assert str(address) in text
+    assert seconds < 1.0 + SLACK
+
+
+def test_a_stopped_rendezvous_cannot_hang_an_open(world: World) -> None:
+    host, guest = world.members(2)
+    address = host.call(members.host).get()
+    place = replace(world.memberships(1, timeout=1.0)[0], store=address)
+    host.kill(signal.SIGSTOP)
+
+    name, text, seconds = guest.call(members.open_lease, place).get()
+    host.kill()
+
+    assert name == "PeerLost"
+    assert "member-0 is stuck" in text
+    assert seconds < 1.0 + SLACK
+
+
+def test_revoke_from_another_thread_ends_a_blocked_broadcast_for_all(world: World) -> None:
+    processes = opened(world, 3)
+    # Rank 0, the source, never comes: ranks 1 and 2 wait for it.
+    blocked = everywhere(processes[1:], members.broadcast, 1_000_000)
+    time.sleep(0.3)
+
+    processes[1].call(members.revoke, "the driver says so", thread="control").get()
+    began = time.monotonic()
+    got = results(blocked)
+
+    for name, text, _ in got:
+        assert name == "LeaseExpired"
+        assert "the driver says so" in text
+    # Far less than the operation's timeout of 5 s.
+    assert time.monotonic() - began < 1.5
+    assert processes[0].call(members.broadcast, 4).get()[0] == "LeaseExpired"
+
+
+def test_the_driver_ends_an_epoch_without_calling_its_members(world: World) -> None:
+    processes = opened(world, 2)
+    epoch = processes[0].call(members.epoch).get()
+    blocked = processes[1].call(members.broadcast, 1_000_000)
+
+    world.rendezvous.revoke("weights", epoch, "member-0 is declared dead")
+    name, text, seconds = blocked.get()
+
+    assert name == "LeaseExpired"
+    assert "declared dead" in text
+    assert seconds < 1.5
+
+
+def test_a_killed_peer_is_named_and_survivors_rebuild_under_a_new_epoch(world: World) -> None:
+    processes = opened(world, 3)
+    survivors = everywhere(processes[:2], members.broadcasts_until_error, 4_000_000)
+    processes[2].call(members.broadcasts_until_dead, 4_000_000, 0.4)
+
+    began = time.monotonic()
+    got = results(survivors)
+    took = time.monotonic() - began
+    places = world.memberships(2)
+    rebuilt = results(
+        [p.call(members.open_lease, m) for p, m in zip(processes[:2], places, strict=True)]
+    )
+
+    for name, text, _ in got:
+        assert name == "PeerLost"
+        assert "no word from member-2;" in text
+    assert took < 5.0 + SLACK
+    assert rebuilt == ["open", "open"]
+    assert results(everywhere(processes[:2], members.sum_of_ones)) == [2.0, 2.0]
+
+
+def test_a_stopped_peer_costs_the_timeout_and_no_more(world: World) -> None:
+    processes = opened(world, 2, timeout=1.5)
+    processes[1].kill(signal.SIGSTOP)
+
+    name, text, seconds = processes[0].call(members.sum_of_ones).get()
+    processes[1].kill()
+
+    assert name == "PeerLost"
+    assert "no word from member-1;" in text
+    assert 1.4 < seconds < 1.5 + SLACK
+
+
+def test_a_result_is_refused_when_the_lease_ended_meanwhile(world: World) -> None:
+    process = opened(world, 1)[0]
+
+    name, text, _ = process.call(members.ends_normally_after_revoke).get()
+
+    assert name == "LeaseExpired"
+    assert "meanwhile" in text
+
+
+def test_a_hundred_epochs_leave_threads_and_descriptors_flat(world: World) -> None:
+    processes = world.members(2)
+    epochs = [world.memberships(2) for _ in range(100)]
+
+    got = results(
+        [
+            process.call(members.churn, [places[rank] for places in epochs])
+            for rank, process in enumerate(processes)
+        ],
+        timeout=60,
+    )
+
+    for counts in got:
+        early, late = counts[4], counts[-1]
+        assert late[0] <= early[0] + 1
+        assert late[1] <= early[1] + 2
+    assert results(everywhere(processes, members.registered)) == [(), ()]
+
+
+def test_a_bundle_told_in_opposite_orders_opens(world: World) -> None:
+    processes = world.members(2)
+    links = [world.memberships(2, link=f"bundle/{index}") for index in (9, 10, 11)]
+    forward = [places[0] for places in links]
+    backward = [places[1] for places in reversed(links)]
+
+    got = results(
+        [
+            processes[0].call(members.open_bundle, forward),
+            processes[1].call(members.open_bundle, backward),
+        ]
+    )
+
+    # Number order, not text order, and the same at both.
+    assert got == [["bundle/9", "bundle/10", "bundle/11"]] * 2
+
+
+def test_a_bundle_that_fails_half_way_leaves_nothing_open(world: World) -> None:
+    process = world.members(1)[0]
+    good = world.memberships(1, link="half/0")[0]
+    bad = world.memberships(2, timeout=0.5, link="half/1")[0]
+
+    (name, text), before, after = process.call(members.half_a_bundle, [good, bad]).get()
+
+    assert name == "PeerLost"
+    assert "member-1 did not arrive" in text
+    # The lease's thread, gloo's two and their descriptors are gone; two clients of the store stay.
+    assert after[0] <= before[0]
+    assert after[1] <= before[1] + 2
+
+
+def test_a_process_has_one_client_of_the_store_over_all_epochs(world: World) -> None:
+    process = world.members(1)[0]
+    before = world.memberships(1)[0]
+
+    assert process.call(members.clients_of_the_store, before).get() is True

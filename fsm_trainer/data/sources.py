@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.data.trajectory import Message, Prompt, Sample
-from fsm_trainer.machine.errors import DataError
+from fsm_trainer.machine.errors import CapabilityMissing, DataError
 
 #: The name of the evaluation set that is split off the training prompts.
 HELDOUT = "heldout"
@@ -306,8 +306,12 @@ def _parse_prompt(value: object, where: str) -> Prompt:
 
 
 def _read_reasoning_gym(config: ReasoningGymConfig, name: str) -> Iterator[Sample]:
-    import reasoning_gym
-
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise CapabilityMissing(
+            f"data set {name!r} needs reasoning-gym: pip install reasoning-gym"
+        ) from error
     try:
         items = reasoning_gym.create_dataset(
             config.task, size=config.size, seed=config.seed, **config.arguments

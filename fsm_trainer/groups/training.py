@@ -12,17 +12,18 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
+from fsm_trainer.groups.rendezvous import Address, connect, epoch_prefix
 from fsm_trainer.machine.errors import CapabilityMissing, LeaseExpired, PeerLost
-
-if TYPE_CHECKING:
-    from fsm_trainer.groups.rendezvous import Address
 
 
 class _Group:
@@ -66,9 +67,9 @@ class TrainingGroups:
     ) -> None:
         self.link = f"train/{role}"
         self.epoch = -1
-        self._address, self._rank, self._world_size = store, rank, world_size
+        self.rank, self.world_size = rank, world_size
+        self._address = store
         self._timeout, self._backend = timedelta(seconds=timeout), backend
-        self._store: dist.Store | None = None
         self._world = _Group(self, None)
         self._made: list[_Group] = []
 
@@ -96,10 +97,23 @@ class TrainingGroups:
         except (RuntimeError, ValueError) as error:
             self.close()
             raise PeerLost(
-                f"rank {self._rank} of {self.link} waited {self._timeout.total_seconds():g} s for "
-                f"{self._world_size} ranks at {self._address[0]}:{self._address[1]} under epoch "
-                f"{epoch}: {error}"
+                f"rank {self.rank} of {self.link} waited {self._timeout.total_seconds():g} s for "
+                f"{self.world_size} ranks at {self._address} under epoch {epoch}: {error}"
             ) from error
+
+    @contextmanager
+    def guard(self, doing: str) -> Iterator[None]:
+        """Tell a lost peer from other errors: what torch raises for one becomes PeerLost."""
+        try:
+            yield
+        except RuntimeError as error:
+            # gloo has no exception of its own; its messages name its source files.
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise PeerLost(
+                    f"rank {self.rank} of {self.link} lost a peer while {doing} (epoch "
+                    f"{self.epoch}, deadline {self._timeout.total_seconds():g} s): {error}"
+                ) from error
+            raise
 
     def close(self) -> None:
         """Destroy every group; afterwards torch has none registered."""
@@ -124,16 +138,12 @@ class TrainingGroups:
         return group
 
     def _open(self) -> None:
-        if self._store is None:
-            host, port = self._address
-            self._store = dist.TCPStore(
-                host, port, None, False, timeout=self._timeout, wait_for_workers=False
-            )
+        store = connect(self._address, self._timeout.total_seconds(), self.link)
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore(f"{self.link}/{self.epoch}", self._store),
-            rank=self._rank,
-            world_size=self._world_size,
+            store=PrefixStore(epoch_prefix(self.link, self.epoch), store),
+            rank=self.rank,
+            world_size=self.world_size,
             timeout=self._timeout,
         )
         self._world.live = dist.group.WORLD
@@ -165,6 +175,8 @@ def install() -> None:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logger.setLevel(logging.WARNING)
+    # DeepSpeed's names for collectives are the older of two that torch has.
+    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)
 
 
 def _use(groups: TrainingGroups) -> None:
@@ -210,6 +222,20 @@ def _backend_class() -> Callable[..., Any]:
             if self.groups is None:
                 raise LeaseExpired("train", -1, "no training groups are open in this process")
             return self.groups.new(tuple(ranks))
+
+        # Asked while closed too, by what DeepSpeed prints and when it cleans up.
+        def is_initialized(self) -> bool:
+            return self.groups is not None
+
+        def get_rank(self, group: _Group | None = None) -> int:
+            if group is None and self.groups is not None:
+                return self.groups.rank
+            return int(dist.get_rank(group.resolve() if group else None))
+
+        def get_world_size(self, group: _Group | None = None) -> int:
+            if group is None and self.groups is not None:
+                return self.groups.world_size
+            return int(dist.get_world_size(group.resolve() if group else None))
 
         def get_world_group(self) -> _Group | None:
             return None if self.groups is None else self.groups.world

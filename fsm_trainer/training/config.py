@@ -1,0 +1,71 @@
+"""The configuration of a trainer; imports no torch, so that a run can be validated without it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+Dtype = Literal["float32", "bfloat16"]
+Stage = Literal[0, 1, 2, 3]
+Target = Literal["disk", "host"]
+
+
+class ScheduleConfig(BaseModel, extra="forbid", frozen=True):
+    """How the learning rate moves from its peak."""
+
+    shape: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: the peak, a line to zero, or a half cosine to zero."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the rate rises linearly; step k has (k + 1) / warmup_steps."""
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """The share of the peak at optimizer step ``step`` (from 0) of ``total_steps``.
+
+        Decay begins at 1 when the warm-up ends and would reach 0 at ``total_steps``. Cosine:
+        Loshchilov and Hutter 2017 (SGDR), eq. 5 with one period.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.shape == "constant":
+            return 1.0
+        length = max(1, total_steps - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / length)
+        if self.shape == "linear":
+            return 1.0 - progress
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class OffloadConfig(BaseModel, extra="forbid", frozen=True):
+    """Where a sleeping trainer's bytes go."""
+
+    target: Target = "disk"
+    """``disk``: files in the role's scratch folder; ``host``: host memory, pinned on a GPU."""
+
+
+class TrainerConfig(BaseModel, extra="forbid", frozen=True):
+    """How one role trains."""
+
+    learning_rate: float = Field(default=1e-5, ge=0)
+    """AdamW's peak learning rate; 0 trains nothing and is allowed as a control."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate moves from its peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moments."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    gradient_clip: float = Field(default=1.0, ge=0)
+    """Largest gradient norm over all ranks; 0 clips nothing."""
+    zero_stage: Stage = 1
+    """What DeepSpeed shards: 0 nothing, 1 the optimizer, 2 gradients too, 3 parameters too."""
+    dtype: Dtype = "float32"
+    """Of the weights that compute; with ``bfloat16`` the optimizer keeps float32 masters."""
+    micro_batch: int = Field(default=64, ge=1)
+    """Sequences in one forward pass, at most."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    offload: OffloadConfig = OffloadConfig()
+    """Where a sleeping trainer's bytes go."""
+    timeout: float = Field(default=120.0, gt=0)
+    """Deadline of each collective and of each meeting of the ranks, in seconds."""

@@ -1,0 +1,121 @@
+"""Hugging Face folders in, Hugging Face folders out: the policy and the value model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fsm_trainer.groups.training import install
+from fsm_trainer.machine.errors import CapabilityMissing, ConfigError
+from fsm_trainer.training.config import Dtype
+
+Head = Literal["policy", "value"]
+
+# What others need beside weights and config: the tokenizer, in any of its forms.
+_TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "*.model",
+)  # fmt: skip
+
+
+def check_folder(directory: Path) -> None:
+    """Raise ConfigError unless ``directory`` looks like a model's folder."""
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"{directory} is no model folder: it has no config.json. Give a folder that "
+            "save_pretrained or fsm-trainer wrote"
+        )
+
+
+def load(head: Head, directory: Path, dtype: Dtype) -> Any:
+    """The model of a folder, its parameters in memory of their own, without dropout.
+
+    ``policy`` is a causal language model with ``[batch, time, vocabulary]`` logits. ``value`` is
+    its backbone under a scalar head, logits ``[batch, time, 1]``; the head starts at zero when the
+    folder holds a language model. Raises CapabilityMissing when transformers has no such class.
+    """
+    install()  # transformers imports DeepSpeed where it finds it, so it must come first
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForTokenClassification,
+        logging,
+    )
+
+    check_folder(directory)
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = AutoConfig.from_pretrained(directory)
+    for name, value in config.to_dict().items():
+        if "dropout" in name and isinstance(value, (int, float)):
+            setattr(config, name, 0.0)
+    kind: Any = AutoModelForCausalLM if head == "policy" else AutoModelForTokenClassification
+    if head == "value":
+        config.num_labels = 1
+    try:
+        model, info = kind.from_pretrained(
+            directory, config=config, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    except ValueError as error:
+        raise CapabilityMissing(f"{directory}: no {head} model can be built: {error}") from error
+    _check_complete(model, info["missing_keys"], directory, head)
+    _own_memory(model)
+    return model.train()
+
+
+def save(model: Any, weights: Mapping[str, torch.Tensor], directory: Path, source: Path) -> None:
+    """Write ``weights`` as safetensors with the model's config, and ``source``'s tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory, state_dict=dict(weights))
+    for pattern in _TOKENIZER_FILES:
+        for path in source.glob(pattern):
+            shutil.copy2(path, directory / path.name)
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """A folder to fill, which takes ``directory``'s place when the block ends without an error."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    previous = directory.with_name(f".{directory.name}.previous")
+    for stale in (partial, previous):
+        shutil.rmtree(stale, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if directory.exists():
+        os.replace(directory, previous)
+    os.replace(partial, directory)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _check_complete(model: Any, missing: set[str], directory: Path, head: Head) -> None:
+    new_head = {name for name in missing if name.startswith(("score.", "classifier."))}
+    if head == "value" and new_head:
+        for name in new_head:
+            torch.nn.init.zeros_(model.get_parameter(name))
+        missing = missing - new_head
+    if missing:
+        raise ConfigError(
+            f"{directory} lacks weights that its config.json asks for: {sorted(missing)[:5]}"
+        )
+
+
+def _own_memory(model: torch.nn.Module) -> None:
+    """Copy what is mapped from the file, which could be neither freed nor changed on its own."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.untyped_storage().resizable() or (
+            tensor.untyped_storage().nbytes() != tensor.nbytes
+        ):
+            tensor.data = tensor.data.clone()

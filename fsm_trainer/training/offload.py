@@ -1,0 +1,260 @@
+"""Taking tensors off their device and bringing them back, under every view that they have.
+
+What is freed is the *storage*: it is resized to nothing and later back, so parameters, flat
+buffers and all slices of them stay the objects that an optimizer or DeepSpeed holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fsm_trainer.machine.errors import ActionFailed, SelfCheckFailed
+from fsm_trainer.training.config import Target
+
+# Large enough to saturate a disk or a host link, small enough not to matter beside a model.
+_STAGE_BYTES = 64 << 20
+
+
+class _Copy(Protocol):
+    """Room for the bytes of some storages, used again at each sleep."""
+
+    def write(self, storages: Sequence[torch.UntypedStorage]) -> None: ...
+
+    def read(self, storages: Sequence[torch.UntypedStorage]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _HostCopy:
+    """One buffer in host memory; pinned if the storages live on a GPU, which is paid once."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def write(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        total = sum(s.nbytes() for s in storages)
+        if total > self._buffer.numel():
+            pinned = any(s.device.type == "cuda" for s in storages)
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+        for part, data in self._pairs(storages):
+            part.copy_(data, non_blocking=True)
+        _synchronize(storages)
+
+    def read(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        for part, data in self._pairs(storages):
+            data.copy_(part, non_blocking=True)
+        _synchronize(storages)
+
+    def close(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _pairs(
+        self, storages: Sequence[torch.UntypedStorage]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        offset = 0
+        for storage in storages:
+            data = bytes_of(storage)
+            yield self._buffer[offset : offset + data.numel()], data
+            offset += data.numel()
+
+
+class _DiskCopy:
+    """One file, written over at each sleep; its pages are the kernel's, not the process's."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def write(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        offset = 0
+        for data in _chunks(storages):
+            view = _view(data.cpu())
+            while view:
+                done = os.pwrite(self._file, view, offset)
+                view, offset = view[done:], offset + done
+
+    def read(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        offset = 0
+        for data in _chunks(storages):
+            host = data if data.device.type == "cpu" else torch.empty_like(data, device="cpu")
+            view = _view(host)
+            while view:
+                done = os.preadv(self._file, [view], offset)
+                if done == 0:
+                    raise ActionFailed(
+                        f"{self._path} ends at byte {offset}: something else cut the bank's file. "
+                        "Restart the worker from its last checkpoint"
+                    )
+                view, offset = view[done:], offset + done
+            if host is not data:
+                data.copy_(host)
+
+    def close(self) -> None:
+        os.close(self._file)
+        self._path.unlink(missing_ok=True)
+
+
+class Bank:
+    """Named copies of storages off their device: a file each, or a buffer in host memory each.
+
+    ``sleep`` / ``wake`` move storages out and in; ``keep`` / ``load`` copy without freeing, for a
+    second set of weights that shares the device memory of the first. Contents are bit-equal.
+    """
+
+    def __init__(self, target: Target, scratch: Path, prefix: str) -> None:
+        self._target, self._scratch, self._prefix = target, scratch, prefix
+        self._copies: dict[str, _Copy] = {}
+        self._asleep: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._sizes: dict[str, list[int]] = {}
+
+    def sleep(self, name: str, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Copy the storages out and free their device memory, returning it to the system."""
+        self.keep(name, storages)
+        self._asleep[name] = [(storage, storage.nbytes()) for storage in storages]
+        _free(storages)
+
+    def wake(self, name: str) -> None:
+        """Give the storages their memory back, and their contents; all of them or none."""
+        storages = [storage for storage, _ in self._asleep[name]]
+        try:
+            for storage, nbytes in self._asleep[name]:
+                storage.resize_(nbytes)
+            self._copies[name].read(storages)
+        except BaseException:
+            _free(storages)
+            raise
+        del self._asleep[name]
+
+    def keep(self, name: str, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Copy the storages out and leave them where they are."""
+        self._copy(name).write(storages)
+        self._sizes[name] = [storage.nbytes() for storage in storages]
+
+    def load(self, name: str, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Overwrite the storages with a kept copy; raises SelfCheckFailed if layouts differ."""
+        if [storage.nbytes() for storage in storages] != self._sizes.get(name):
+            raise SelfCheckFailed(
+                f"the copy {name!r} of {self._prefix} holds {len(self._sizes.get(name, ()))} "
+                f"storages and does not fit the {len(storages)} resident ones, size by size"
+            )
+        self._copies[name].read(storages)
+
+    def holds(self, name: str) -> bool:
+        """Whether a copy of that name was made."""
+        return name in self._sizes
+
+    def close(self) -> None:
+        """Forget every copy, and delete its file."""
+        for copy in self._copies.values():
+            copy.close()
+        self._copies.clear()
+        self._asleep.clear()
+        self._sizes.clear()
+
+    def _copy(self, name: str) -> _Copy:
+        if name not in self._copies:
+            path = self._scratch / f"{self._prefix}.{name}.bank"
+            self._copies[name] = _HostCopy() if self._target == "host" else _DiskCopy(path)
+        return self._copies[name]
+
+
+def storages_under(*roots: object) -> list[torch.UntypedStorage]:
+    """The unique, non-empty storages of all tensors that the roots hold, in a stable order.
+
+    Follows containers, tensors' own attributes, optimizers, and DeepSpeed's objects; not modules.
+    """
+    found: dict[int, torch.UntypedStorage] = {}
+    seen: set[int] = set()
+    stack = list(reversed(roots))
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor) and item.layout is torch.strided and not item.is_meta:
+            storage = item.untyped_storage()
+            if storage.nbytes():
+                found.setdefault(storage._cdata, storage)
+        stack.extend(reversed(_held_by(item)))
+    return list(found.values())
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage as a uint8 tensor that shares its memory."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage)
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
+    """16 hex digits over the tensors' bytes and order, computed on their device.
+
+    Two sums modulo 2^64 of the 8-byte words, one of them weighted by position: finds drift and
+    swapped pieces, and is no defence against malice.
+    """
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        for chunk in torch.split(data, _STAGE_BYTES // 8):
+            whole = chunk.numel() // 8 * 8
+            words = chunk[:whole].clone().view(torch.int64)
+            weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+            sums = (int(words.sum()), int((words * weights).sum()))
+            digest.update(repr((sums, chunk[whole:].tolist())).encode())
+    return digest.hexdigest()[:16]
+
+
+def _held_by(item: object) -> list[Any]:
+    if isinstance(item, dict):
+        return [*item.keys(), *item.values()]
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return list(item)
+    if isinstance(item, torch.nn.Module):
+        return []
+    if isinstance(item, torch.Tensor):
+        gradient = [item.grad] if item.is_leaf else []
+        return [*vars(item).values(), *gradient]
+    if isinstance(item, torch.optim.Optimizer) or type(item).__module__.startswith("deepspeed."):
+        return list(vars(item).values())
+    return []
+
+
+def _view(data: torch.Tensor) -> memoryview:
+    # Not by way of numpy, to which a storage can be lent only by giving up resizing it for good.
+    return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
+
+
+def _chunks(storages: Sequence[torch.UntypedStorage]) -> Iterator[torch.Tensor]:
+    for storage in storages:
+        yield from torch.split(bytes_of(storage), _STAGE_BYTES)
+
+
+def _synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
+    if any(storage.device.type == "cuda" for storage in storages):
+        torch.cuda.synchronize()
+
+
+def _free(storages: Sequence[torch.UntypedStorage]) -> None:
+    """Free the storages, and make the allocator give the memory back to the system."""
+    on_device = any(storage.device.type == "cuda" for storage in storages)
+    for storage in storages:
+        storage.resize_(0)
+    if on_device:
+        torch.cuda.empty_cache()
+    else:
+        trim()
+
+
+def trim() -> None:
+    """Return freed heap to the system, where the C library can (glibc)."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

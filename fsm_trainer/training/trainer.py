@@ -1,0 +1,367 @@
+"""One rank of an actor or a critic: its model, its optimizer, and how they sleep and wake.
+
+A trainer holds four resources, which its worker acquires and releases as its machine says:
+
+- ``bank``: the process has its weights and optimizer, off the device;
+- ``weights``, ``optimizer``: they are on the device;
+- ``train_groups``: the ranks of the role can communicate.
+
+They are acquired in this order and released in the reverse one; ``optimizer`` alone may also be
+released and acquired under living groups. Everything else is the work that
+:class:`~fsm_trainer.training.port.ModelPort` describes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fsm_trainer.data.seeds import derive
+from fsm_trainer.groups.rendezvous import Address
+from fsm_trainer.groups.training import TrainingGroups
+from fsm_trainer.machine.errors import Refused, SelfCheckFailed
+from fsm_trainer.training import checkpoint, models
+from fsm_trainer.training.batch import Batch
+from fsm_trainer.training.config import TrainerConfig
+from fsm_trainer.training.offload import Bank, bytes_of, fingerprint, trim
+from fsm_trainer.training.port import Bank as BankName
+from fsm_trainer.training.port import Scores
+from fsm_trainer.training.zero import ZeroEngine, weights_of
+
+Resource = Literal["bank", "weights", "optimizer", "train_groups"]
+
+
+class ModelTrainer:
+    """One rank's model and AdamW in DeepSpeed; implements ``ModelPort``.
+
+    ``total_steps`` are the optimizer steps of the whole run. All methods raise
+    :class:`~fsm_trainer.machine.errors.Refused` when a resource that they need isn't held, and
+    :class:`~fsm_trainer.machine.errors.PeerLost` when another rank is gone.
+    """
+
+    def __init__(
+        self,
+        head: models.Head,
+        model_dir: Path,
+        config: TrainerConfig,
+        *,
+        rank: int,
+        world_size: int,
+        store: Address,
+        role: str,
+        scratch: Path,
+        seed: int,
+        total_steps: int,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.micro_batch = config.micro_batch
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.held: set[str] = set()
+        self.steps = 0
+        self._head, self._source, self._config = head, model_dir, config
+        self._name, self._seed = f"{role}-{rank}", derive(seed, role, rank)
+        self._total_steps = total_steps
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self._groups = TrainingGroups(store, role, rank, world_size, config.timeout, backend)
+        self._bank = Bank(config.offload.target, scratch, self._name)
+        self._checkpoint: Path | None = None
+        self._module: Any = None
+        self._engine: ZeroEngine | None = None
+        self._resident: BankName = "live"
+        self._prints: dict[BankName, str] = {}
+
+    # Resources
+
+    def acquire(self, resource: Resource, epoch: int = 0) -> None:
+        """Take a resource; ``epoch`` names the meeting of the ranks for ``train_groups``."""
+        if resource in self.held:
+            self._refuse(f"acquire {resource}", f"{resource} is held", needs="release it first")
+        if resource == "bank":
+            models.check_folder(self._weights_folder())
+        elif resource == "weights":
+            self._need(f"acquire {resource}", "bank")
+            self._wake_weights()
+        elif resource == "optimizer":
+            self._need(f"acquire {resource}", "bank", "weights")
+            if self._engine is not None:
+                self._bank.wake("optimizer")
+        else:
+            self._need(f"acquire {resource}", "bank", "weights", "optimizer")
+            self._open_groups(epoch)
+        self.held.add(resource)
+
+    def release(self, resource: Resource) -> None:
+        """Give a resource back; gradients of an unfinished step are dropped with it."""
+        self._need(f"release {resource}", resource)
+        if resource == "bank":
+            self._forget()
+        elif resource == "weights":
+            self._show("live")
+            self._drop_gradients()
+            self._bank.sleep("weights", weights_of(self._module))
+        elif resource == "optimizer":
+            if self._engine is not None:
+                self._drop_gradients()
+                self._bank.sleep("optimizer", self._engine.optimizer())
+        else:
+            self._groups.close()
+        self.held.discard(resource)
+
+    def _wake_weights(self) -> None:
+        if self._module is not None:
+            self._bank.wake("weights")
+            return
+        torch.manual_seed(self._seed)
+        config = self._config
+        module = models.load(self._head, self._weights_folder(), config.dtype).to(self.device)
+        if config.activation_checkpointing:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        self._module = module
+
+    def _open_groups(self, epoch: int) -> None:
+        self._groups.open(epoch)
+        if self._engine is not None:
+            return
+        config = self._config
+        try:
+            with self._groups.guard("starting DeepSpeed"):
+                self._engine = ZeroEngine(
+                    self._module,
+                    stage=config.zero_stage,
+                    bfloat16=config.dtype == "bfloat16",
+                    betas=config.betas,
+                    weight_decay=config.weight_decay,
+                    gradient_clip=config.gradient_clip,
+                )
+                self._restore(self._engine)
+        except BaseException:
+            self._engine = None
+            self._groups.forget()
+            raise
+
+    def _forget(self) -> None:
+        if self._engine is not None:
+            self._engine.destroy()
+        self._engine = self._module = self._checkpoint = None
+        self._groups.forget()
+        self._bank.close()
+        self._resident, self.steps = "live", 0
+        self._prints.clear()
+        gc.collect()  # the engine and its hooks refer to each other
+        trim()
+
+    def _drop_gradients(self) -> None:
+        if self._engine is not None:
+            self._engine.drop_gradients()
+
+    # The model port
+
+    def logprobs(
+        self,
+        batch: Batch,
+        temperature: float,
+        *,
+        bank: BankName = "live",
+        with_entropy: bool = False,
+    ) -> Scores:
+        """Log-probabilities ``[batch, time]`` (nats, float32) of the tokens at a temperature.
+
+        ``bank="reference"`` puts the frozen weights in the place of the live ones; they stay
+        there until something needs the live ones again.
+        """
+        engine = self._ready("logprobs", bank)
+        with self._groups.guard("computing log-probabilities"):
+            logits = engine.forward(batch.tokens[:, :-1]).float() / temperature
+        normalizer = logits.logsumexp(-1)
+        chosen = logits.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+        entropy = None
+        if with_entropy:
+            # H = log Z - sum_v p_v logit_v, with p = exp(logit) / Z.
+            mean_logit = (logits.softmax(-1) * logits).sum(-1)
+            entropy = F.pad(normalizer - mean_logit, (1, 0))
+        return Scores(F.pad(chosen - normalizer, (1, 0)), entropy)
+
+    def values(self, batch: Batch) -> torch.Tensor:
+        """``[batch, time]`` float32: index t is the head's output at position t - 1."""
+        engine = self._ready("values", "live")
+        with self._groups.guard("computing values"):
+            output = engine.forward(batch.tokens[:, :-1])
+        return F.pad(output.float().squeeze(-1), (1, 0))
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Add a micro-batch's gradient; ``last`` marks the accumulation boundary."""
+        engine = self._ready("backward", "live", "optimizer")
+        with self._groups.guard("reducing gradients"):
+            engine.backward(loss, last)
+
+    def step(self) -> Mapping[str, float]:
+        """Clip, update, clear the gradients; gives ``grad_norm`` and ``learning_rate``.
+
+        Raises SelfCheckFailed, with the weights as they were, when the norm isn't finite.
+        """
+        engine = self._ready("step", "live", "optimizer")
+        config = self._config
+        rate = config.learning_rate * config.schedule.factor(self.steps, self._total_steps)
+        with self._groups.guard("updating the weights"):
+            norm = engine.step(rate)
+        if not torch.isfinite(torch.tensor(norm)):
+            raise SelfCheckFailed(
+                f"{self._name}: the gradient norm is {norm} at optimizer step {self.steps}, so "
+                "the step was not applied. Likely causes: a loss of 0 / 0 over an empty mask, a "
+                "ratio that overflowed, or a learning rate that is too high"
+            )
+        self.steps += 1
+        return {"grad_norm": norm, "learning_rate": rate}
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the role's ranks; ``tensor`` may be overwritten."""
+        self._need("all_reduce", "train_groups")
+        if self.world_size > 1:
+            with self._groups.guard("all-reducing"):
+                dist.all_reduce(tensor)
+        return tensor
+
+    # The reference
+
+    def snapshot_reference(self) -> None:
+        """Freeze a copy of the live weights, in the bank, as the reference."""
+        self._ready("snapshot_reference", "live")
+        storages = weights_of(self._module)
+        self._bank.keep("reference", storages)
+        self._prints["reference"] = self._print()
+
+    def _show(self, bank: BankName) -> None:
+        """Have ``bank``'s weights in the model; the bytes are checked at every swap."""
+        if bank == self._resident:
+            return
+        storages = weights_of(self._module)
+        if bank == "reference":
+            if not self._bank.holds("reference"):
+                self._refuse("reference", "there is no reference", needs="snapshot_reference()")
+            self._prints["live"] = self._print()
+            self._bank.keep("weights", storages)
+        # Before the load: a load that breaks half-way must not pass for the live weights.
+        self._resident = bank
+        self._bank.load("weights" if bank == "live" else "reference", storages)
+        found, expected = self._print(), self._prints[bank]
+        if found != expected:
+            raise SelfCheckFailed(
+                f"{self._name}: the {bank} weights have checksum {found} after a swap of banks, "
+                f"{expected} before. Memory or disk is damaged, or something wrote to the bank"
+            )
+
+    def _print(self) -> str:
+        return fingerprint(bytes_of(storage) for storage in weights_of(self._module))
+
+    # Weights for others
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and whole tensor of each parameter and persistent buffer, tied ones once.
+
+        A tensor is good until the next is asked for; all ranks iterate together.
+        """
+        engine = self._ready("named_weights", "live")
+        with self._groups.guard("gathering weights"):
+            yield from engine.named_weights()
+
+    def checksum(self) -> str:
+        """16 hex digits over the names and bytes of the live weights, equal on all ranks."""
+        names, prints = [], []
+        for name, tensor in self.named_weights():
+            names.append(name)
+            prints.append(fingerprint([tensor]))
+        text = json.dumps([names, prints]).encode()
+        return fingerprint([torch.frombuffer(bytearray(text), dtype=torch.uint8)])
+
+    # Checkpoints
+
+    def save(self, directory: Path) -> None:
+        """Write weights, reference, optimizer, schedule and random state; whole or not at all.
+
+        ``directory`` becomes a model folder that transformers loads, with what :meth:`load` needs
+        beside. All ranks call it together.
+        """
+        engine = self._ready("save", "live", "optimizer")
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in self.named_weights():
+            if self.rank == 0:
+                weights[name] = tensor.cpu().clone()
+        shard = checkpoint.Shard(
+            format=checkpoint.FORMAT,
+            zero_stage=self._config.zero_stage,
+            world_size=self.world_size,
+            steps=self.steps,
+            optimizer=engine.state(),
+            random=checkpoint.random_state(),
+            reference=self._reference_bytes(),
+        )
+
+        def write_model(folder: Path) -> None:
+            models.save(self._module, weights, folder, self._source)
+
+        checkpoint.write(directory, self.rank, shard, write_model, self._barrier)
+
+    def load(self, directory: Path) -> None:
+        """Continue from a checkpoint; before ``weights`` are acquired for the first time."""
+        if self._module is not None:
+            self._refuse("load", "weights are loaded already", needs="release the bank first")
+        models.check_folder(directory)
+        self._checkpoint = directory
+
+    def _reference_bytes(self) -> list[torch.Tensor]:
+        if not self._bank.holds("reference"):
+            return []
+        self._show("reference")
+        copies = [bytes_of(storage).cpu().clone() for storage in weights_of(self._module)]
+        self._show("live")
+        return copies
+
+    def _restore(self, engine: ZeroEngine) -> None:
+        """Take up the checkpoint that :meth:`load` named, if any; the weights are loaded."""
+        if self._checkpoint is None:
+            return
+        config = self._config
+        shard = checkpoint.read(self._checkpoint, self.rank, config.zero_stage, self.world_size)
+        engine.restore(shard.optimizer)
+        self.steps = shard.steps
+        if shard.reference:
+            storages = weights_of(self._module)
+            self._bank.keep("weights", storages)
+            for storage, content in zip(storages, shard.reference, strict=True):
+                bytes_of(storage).copy_(content)
+            self._bank.keep("reference", storages)
+            self._prints["reference"] = self._print()
+            self._bank.load("weights", storages)
+        checkpoint.restore_random_state(shard.random)
+
+    # What everything above asks first
+
+    def _weights_folder(self) -> Path:
+        return self._checkpoint or self._source
+
+    def _barrier(self) -> None:
+        self.all_reduce(torch.zeros(1, device=self.device))
+
+    def _ready(self, asked: str, bank: BankName, *more: Resource) -> ZeroEngine:
+        self._need(asked, "weights", "train_groups", *more)
+        self._show(bank)
+        if self._engine is None:
+            self._refuse(asked, "the engine was never started", needs="acquire train_groups")
+        return self._engine
+
+    def _need(self, asked: str, *resources: Resource) -> None:
+        missing = [resource for resource in resources if resource not in self.held]
+        if missing:
+            lacks = [f"{resource} is not held" for resource in missing]
+            self._refuse(asked, *lacks, needs=f"acquire {', '.join(missing)}")
+
+    def _refuse(self, asked: str, *because: str, needs: str) -> NoReturn:
+        holds = f"holding {', '.join(sorted(self.held)) or 'nothing'}"
+        raise Refused(self._name, holds, asked, because, needs)

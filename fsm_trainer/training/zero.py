@@ -1,0 +1,191 @@
+"""The one place that knows DeepSpeed: an engine for one model, and what it keeps where."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fsm_trainer.groups.training import install
+from fsm_trainer.machine.errors import ConfigError
+from fsm_trainer.training.config import Stage
+from fsm_trainer.training.offload import storages_under
+
+# Elements per collective. DeepSpeed's own 5e8 would hold gigabytes for models of any size.
+_BUCKET = 50_000_000
+
+
+class ZeroEngine:
+    """A model, AdamW and gradient reduction in DeepSpeed at one ZeRO stage; groups must be open.
+
+    torch's AdamW, because DeepSpeed's own compiles C++ at run time.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        stage: Stage,
+        bfloat16: bool,
+        betas: tuple[float, float],
+        weight_decay: float,
+        gradient_clip: float,
+    ) -> None:
+        install()
+        import deepspeed
+
+        self.module = module
+        self._stage, self._clip = stage, gradient_clip
+        # Without masters DeepSpeed clips but doesn't tell the norm, so that case is clipped here.
+        self._plain = stage == 0 and not bfloat16
+        self._fused = next(module.parameters()).device.type == "cuda"
+        self._adamw = torch.optim.AdamW(
+            module.parameters(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=self._fused
+        )
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0 if self._plain else gradient_clip,
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": bfloat16, **({"check_grad_overflow": True} if bfloat16 else {})},
+            "zero_optimization": {
+                "stage": stage,
+                "overlap_comm": False,
+                "reduce_bucket_size": _BUCKET,
+                "allgather_bucket_size": _BUCKET,
+                # Nothing stays gathered between two passes: what a rank holds is its partition,
+                # so weights can be swapped underneath.
+                "stage3_param_persistence_threshold": 0,
+                "stage3_max_live_parameters": 0,
+                "stage3_max_reuse_distance": 0,
+                "stage3_prefetch_bucket_size": 0,
+            },
+        }
+        self._engine: Any = deepspeed.initialize(
+            model=module, optimizer=self._adamw, config=config, dist_init_required=False
+        )[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return torch.device(self._engine.device)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of ``tokens`` ``[batch, time]``, padded on the right.
+
+        No attention mask: under a causal mask no token sees padding that stands to its right.
+        """
+        output = self._engine(input_ids=tokens, use_cache=False)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Add gradients; at the last micro-batch they are averaged over the ranks."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, learning_rate: float) -> float:
+        """Clip and update; gives the norm before clipping. A non-finite norm updates nothing."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        if self._plain:
+            clip = self._clip or float("inf")
+            norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip))
+            if not _finite(norm):
+                self.drop_gradients()
+                return norm
+            self._engine.step()
+            return norm
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm())
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, those of an unfinished accumulation too."""
+        self._engine.optimizer.zero_grad()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def weights(self) -> list[torch.UntypedStorage]:
+        """The storages behind parameters and buffers: this rank's partition at stage 3."""
+        return weights_of(self.module)
+
+    def optimizer(self) -> list[torch.UntypedStorage]:
+        """The storages of everything else: moments, masters, flat partitions."""
+        weights = {storage._cdata for storage in self.weights()}
+        found = storages_under(self._engine.optimizer, self._adamw, list(self.module.parameters()))
+        return [storage for storage in found if storage._cdata not in weights]
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter and persistent buffer once, whole; all ranks must iterate together."""
+        for name, parameter in self.module.named_parameters():
+            with self._gathered(parameter):
+                yield name, parameter.detach()
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        persistent = self.module.state_dict().keys() - parameters
+        for name, buffer in self.module.named_buffers():
+            if name in persistent:
+                yield name, buffer
+
+    def state(self) -> list[dict[str, torch.Tensor]]:
+        """This rank's masters and moments, in the order of :meth:`_masters`."""
+        return [
+            {"master": master.detach(), **self._adamw.state.get(master, {})}
+            for master in self._masters()
+        ]
+
+    def restore(self, state: list[dict[str, torch.Tensor]]) -> None:
+        """Take up a :meth:`state`; the weights must be those that were saved with it."""
+        masters = self._masters()
+        if [m.shape for m in masters] != [s["master"].shape for s in state]:
+            raise ConfigError(
+                "the checkpoint's optimizer was saved under another ZeRO stage, number of ranks "
+                "or model. Resume with the configuration of the run that wrote it"
+            )
+        for master, saved in zip(masters, state, strict=True):
+            with torch.no_grad():
+                master.copy_(saved["master"])
+            moments = {name: value for name, value in saved.items() if name != "master"}
+            if moments:
+                self._adamw.state[master] = {
+                    # AdamW keeps its step counter on the CPU unless fused.
+                    name: value.to(master.device) if value.dim() or self._fused else value
+                    for name, value in moments.items()
+                }
+
+    def destroy(self) -> None:
+        """Take DeepSpeed's hooks off the model."""
+        self._engine.destroy()
+
+    def _gathered(self, parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[Any]:
+        if self._stage < 3:
+            return contextlib.nullcontext()
+        import deepspeed
+
+        context: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+            [parameter]
+        )
+        return context
+
+    def _masters(self) -> list[torch.Tensor]:
+        """The tensors that AdamW updates."""
+        if self._plain:
+            return list(self.module.parameters())
+        outer = self._engine.optimizer
+        if self._stage == 0:
+            return list(outer.fp32_groups_flat_partition)
+        if self._stage == 3:
+            return list(outer.fp32_partitioned_groups_flat)
+        return list(outer.single_partition_of_fp32_groups)
+
+
+def weights_of(module: torch.nn.Module) -> list[torch.UntypedStorage]:
+    """The storages behind a module's parameters (at ZeRO 3 their partition) and buffers."""
+    parameters = list(module.parameters())
+    partitions = [vars(parameter).get("ds_tensor") for parameter in parameters]
+    return storages_under([p.data for p in parameters], partitions, list(module.buffers()))
+
+
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")

@@ -1,0 +1,61 @@
+"""The budgets that keep the project readable, and the words that don't belong into it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fsm_trainer"
+
+MODULE, MACHINE, WHOLE, ROLE = 400, 1200, 9000, 60
+
+FORBIDDEN = re.compile("|".join(["/wor" + "k/", "/roo" + "t/", "py" + "pi", "python" + "hosted"]))
+"""Paths of one machine and hosts of package registries; joined, so that this file may pass."""
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def tracked() -> list[Path]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    done = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    )
+    return [ROOT / name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_a_module_fits_its_budget() -> None:
+    sizes = {str(path.relative_to(ROOT)): lines(path) for path in PACKAGE.rglob("*.py")}
+    assert {name: size for name, size in sizes.items() if size > MODULE} == {}
+
+
+@pytest.mark.parametrize(("folder", "most"), [(PACKAGE / "machine", MACHINE), (PACKAGE, WHOLE)])
+def test_a_package_fits_its_budget(folder: Path, most: int) -> None:
+    assert 0 < sum(lines(path) for path in folder.rglob("*.py")) <= most
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "rollout"])
+def test_a_role_fits_on_a_page(role: str) -> None:
+    assert 0 < lines(ROOT / "states" / f"{role}.yaml") <= ROLE
+
+
+def test_no_file_names_a_machine_or_a_registry() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in tracked()
+        if path.suffix not in (".png", ".gz")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if FORBIDDEN.search(line)
+    ]
+    assert found == []
+
+
+def test_there_is_no_module_for_whatever_is_left_over() -> None:
+    assert [path for path in PACKAGE.rglob("*.py") if path.stem in ("utils", "util", "misc")] == []

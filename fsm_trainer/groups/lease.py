@@ -53,6 +53,7 @@ class Lease:
         self.membership, self.device = membership, device
         self._group: Group | None = None
         self._end: Mark | None = None
+        self._suspicion: Mark | None = None
         self._lock = threading.Lock()
         self._opened = threading.Event()
         self._news = threading.Event()
@@ -119,7 +120,7 @@ class Lease:
     @property
     def usable(self) -> bool:
         """Whether the next operation would be let through."""
-        return self._end is None and self._group is not None
+        return self._end is None and self._suspicion is None and self._group is not None
 
     def start_broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         """Start a broadcast and return at once; its result counts only after ``wait``."""
@@ -134,7 +135,7 @@ class Lease:
         self._start("all_reduce", lambda group: group.all_reduce(tensor)).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return every member's ``tensor`` by rank; equal shapes everywhere, meant for small ones."""
+        """Return every member's ``tensor`` by rank; equal shapes, meant for small ones."""
         parts = [tensor.new_empty(tensor.shape) for _ in range(self.size)]
         self._start("all_gather", lambda group: group.all_gather(parts, tensor)).wait()
         return parts
@@ -217,7 +218,11 @@ class Lease:
     def _failed(self, what: str, began: float, cause: str) -> FsmError:
         after = time.monotonic() - began
         why = f"{what} at {self.membership.name} failed after {after:.1f} s: {_first(cause)}"
-        self._finish(Mark(why, lost=True))
+        self._suspicion = Mark(why, lost=True)
+        self._news.set()
+        # Somebody may have ended the epoch on purpose, and its sockets closed before we heard.
+        self._told.wait(PATIENCE + GRACE)
+        self._finish(self._suspicion)
         return self._over(what)
 
     def _over(self, what: str) -> FsmError:
@@ -290,11 +295,11 @@ class Lease:
         """Look for the end of the epoch, and tell it on; returns when there is an end."""
         while not self._closing.is_set():
             self._news.wait(WATCH)
-            end, told = self._end, roll.broken()
+            end, told = self._end or self._suspicion, roll.broken()
             if end is None and told is None:
                 continue
-            if end is not None and told is None and not self._closing.is_set():
-                roll.report(end)
+            if told is None and end is not None and not self._closing.is_set():
+                told = roll.report(end)
             if told is not None:
                 self._finish(told)
             roll.answer()

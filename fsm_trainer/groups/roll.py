@@ -66,9 +66,9 @@ class RollCall:
         """Return the mark that ended the epoch, or None."""
         return Mark(*json.loads(self.store.get(BROKEN))) if self.store.check([BROKEN]) else None
 
-    def report(self, mark: Mark) -> None:
-        """Tell all members that the epoch is over; the first mark stays."""
-        self.store.compare_set(BROKEN, "", json.dumps(mark))
+    def report(self, mark: Mark) -> Mark:
+        """Tell all members that the epoch is over; the first mark stays, and is returned."""
+        return Mark(*json.loads(self.store.compare_set(BROKEN, "", json.dumps(mark))))
 
     def answer(self) -> None:
         """Say that this member is alive (or left in good order)."""

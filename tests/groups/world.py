@@ -1,8 +1,8 @@
 """Real processes that keep a lease each, driven step by step from a test.
 
-Processes are spawned once and reused by later tests (importing torch takes seconds); one that a
-test killed is replaced. Each call runs on the member's own thread, so that ``revoke`` can reach
-one that is blocked in a collective.
+Processes come from a fork server that has imported torch (seconds) and nothing else, and are
+reused by later tests; one that a test killed is replaced. Each call runs on the member's own
+thread, so that ``revoke`` can reach one that is blocked in a collective.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Member:
     """One process; ``call`` starts a function of (its own dict, *args) there."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["fsm_trainer.sync.push", "fsm_trainer.groups.backend"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
@@ -113,9 +114,6 @@ def _nothing(held: dict[str, Any]) -> None:
 
 def _serve(pipe: Connection) -> None:
     import torch
-
-    import fsm_trainer.groups.backend
-    import fsm_trainer.sync.push  # noqa: F401
 
     torch.set_num_threads(1)
     held: dict[str, Any] = {}

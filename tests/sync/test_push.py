@@ -1,0 +1,276 @@
+"""A push is bit-exact or raises, on every member."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsm_trainer.machine.version import Version
+from fsm_trainer.sync.checksums import checksums
+from fsm_trainer.sync.header import Header
+from fsm_trainer.sync.manifest import ITEM_SIZE, Manifest, TensorSpec
+from fsm_trainer.sync.push import _Checksum, _fill, _sampling, _view
+from tests.groups import members
+from tests.groups.world import Answer, World
+from tests.sync import pushes
+
+# Seconds beyond a lease's timeout: the roll call, and a busy machine.
+SLACK = 2.5
+
+
+def opened(world: World, size: int, timeout: float = 5.0) -> list[Any]:
+    processes = world.members(size)
+    places = world.memberships(size, timeout)
+    for answer in [
+        process.call(members.open_lease, place)
+        for process, place in zip(processes, places, strict=True)
+    ]:
+        assert answer.get() == "open"
+    return processes
+
+
+def results(answers: list[Answer]) -> list[Any]:
+    return [answer.get() for answer in answers]
+
+
+def total(named: pushes.Weights) -> int:
+    """Bytes by hand: every tensor but the tied head."""
+    return sum(t.numel() * t.element_size() for name, t in named.items() if name != "head")
+
+
+def test_pushes_are_bit_exact_over_three_reconnects(world: World) -> None:
+    for epoch in range(3):
+        processes = opened(world, 3)
+        named = pushes.weights(seed=epoch)
+
+        sent, *received = results(
+            [
+                processes[0].call(pushes.send, named, (7, epoch)),
+                processes[1].call(pushes.receive, named),
+                processes[2].call(pushes.receive, named),
+            ]
+        )
+
+        assert received == [sent, sent]
+        assert sent[0] == total(named)
+        # embed (1,708 bytes) | norm | proj (364) | bias, scale, empty, steps, mask | big (2,310)
+        assert sent[1] == 5
+        assert sent[2] == Version(7, epoch)
+        for process in processes:
+            process.call(members.close_lease).get()
+
+
+def test_both_sides_keep_their_two_buckets_over_pushes(world: World) -> None:
+    sender, receiver = opened(world, 2)
+    named = pushes.weights(seed=1)
+
+    kept = []
+    for _ in range(2):
+        results([sender.call(pushes.send, named), receiver.call(pushes.receive, named)])
+        kept.append(
+            [
+                sender.call(pushes.buffers, "sender auto").get(),
+                receiver.call(pushes.buffers, "receiver").get(),
+            ]
+        )
+
+    assert kept[0] == kept[1]
+    assert [len(pair) for pair in kept[0]] == [2, 2]
+
+
+@pytest.mark.parametrize("verify", ["full", "sampled", "none"])
+def test_every_kind_of_check_lets_an_exact_push_through(world: World, verify: str) -> None:
+    sender, receiver = opened(world, 2)
+    named = pushes.weights(seed=2)
+
+    sent, received = results(
+        [sender.call(pushes.send, named, (0, 1), verify), receiver.call(pushes.receive, named)]
+    )
+
+    assert received == sent
+
+
+def test_another_manifest_is_refused_before_any_tensor_and_the_lease_stays_good(
+    world: World,
+) -> None:
+    sender, receiver, other = opened(world, 3)
+    named = pushes.weights(seed=3)
+    fewer = {name: tensor for name, tensor in named.items() if name != "bias"}
+
+    sent, fine, refused = results(
+        [
+            sender.call(pushes.send, named),
+            receiver.call(pushes.receive_nothing_expected, named),
+            other.call(pushes.receive_nothing_expected, fewer),
+        ]
+    )
+
+    assert sent[0] == fine[0] == refused[0] == "ManifestMismatch"
+    assert "member-2 refused" in sent[1]
+    assert "member-2 refused" in fine[1]
+    assert "member-2 expects" in refused[1]
+    assert fine[2] == refused[2] == []
+    again = results([p.call(members.sum_of_ones) for p in (sender, receiver, other)])
+    assert again == [3.0] * 3
+
+
+def test_tensors_in_another_order_are_refused_before_anything_is_sent(world: World) -> None:
+    sender = opened(world, 1)[0]
+
+    name, text, _ = sender.call(pushes.send_reversed, pushes.weights(seed=4)).get()
+
+    assert name == "ManifestMismatch"
+    assert "nothing was sent" in text
+
+
+def test_a_receiver_that_cannot_load_fails_the_push_everywhere_and_blocks_nobody(
+    world: World,
+) -> None:
+    processes = opened(world, 3)
+    named = pushes.weights(seed=5)
+
+    began = time.monotonic()
+    sent, other, failed = results(
+        [
+            processes[0].call(pushes.send, named),
+            processes[1].call(pushes.receive, named),
+            processes[2].call(pushes.receive_in_vain, named, "proj"),
+        ]
+    )
+
+    assert time.monotonic() - began < 2.0
+    assert failed[0] == "ValueError"
+    assert sent[0] == other[0] == "ActionFailed"
+    assert "member-2 could not load" in sent[1]
+    assert results([p.call(members.sum_of_ones) for p in processes]) == [3.0] * 3
+
+
+def test_a_flipped_bit_is_seen_by_all(world: World) -> None:
+    processes = opened(world, 3)
+    named = pushes.weights(seed=6)
+
+    sent, other, spoilt = results(
+        [
+            processes[0].call(pushes.send, named),
+            processes[1].call(pushes.receive, named),
+            processes[2].call(pushes.receive_another_bit, named),
+        ]
+    )
+
+    assert sent[0] == other[0] == spoilt[0] == "SelfCheckFailed"
+    assert "received: member-2 " in sent[1]
+
+
+def test_a_sender_that_breaks_off_frees_its_receivers_at_once(world: World) -> None:
+    sender, receiver = opened(world, 2)
+    named = pushes.weights(seed=7)
+
+    waiting = receiver.call(pushes.receive, named)
+    failed = sender.call(pushes.send_and_stumble, named, 3).get()
+    name, text, seconds = waiting.get()
+
+    assert failed[0] == "OSError"
+    assert name == "LeaseExpired"
+    assert "the bank is gone" in text
+    assert seconds < 2.0
+    assert sender.call(members.usable).get() is False
+    assert receiver.call(pushes.buffers, "receiver").get() == []
+
+
+def test_a_peer_killed_in_mid_push_is_named_and_survivors_push_again(world: World) -> None:
+    processes = opened(world, 3)
+
+    began = time.monotonic()
+    answers = [
+        processes[0].call(pushes.send_large, 12, 8),
+        processes[1].call(pushes.receive_large, 12, 8),
+        processes[2].call(pushes.receive_large_and_die, 12, 8, "layer.3"),
+    ]
+    lost = results(answers[:2])
+    took = time.monotonic() - began
+    places = world.memberships(2)
+    survivors = processes[:2]
+    again = [p.call(members.open_lease, m) for p, m in zip(survivors, places, strict=True)]
+    assert results(again) == ["open", "open"]
+    named = pushes.weights(seed=8)
+    sent, received = results(
+        [survivors[0].call(pushes.send, named), survivors[1].call(pushes.receive, named)]
+    )
+
+    assert {name for name, _, _ in lost} == {"PeerLost"}
+    for _, text, _ in lost:
+        assert "no word from member-2;" in text
+    assert took < 5.0 + SLACK
+    assert received == sent
+
+
+ARRAYS = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(ITEM_SIZE)),
+        st.lists(st.integers(0, 4), max_size=3),
+        st.integers(0, 2**32),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(arrays=ARRAYS, bucket_bytes=st.integers(1, 200))
+def test_any_mix_of_dtypes_and_shapes_leaves_its_buckets_as_it_entered_them(
+    arrays: list[tuple[str, list[int], int]], bucket_bytes: int
+) -> None:
+    named = {}
+    for index, (dtype, shape, seed) in enumerate(arrays):
+        spec = TensorSpec(f"t{index}", dtype, tuple(shape))
+        # Random bytes, not random numbers: NaNs and their payloads travel too.
+        raw = torch.randint(
+            0, 2 if dtype == "bool" else 256, (spec.bytes,), dtype=torch.uint8,
+            generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+        named[spec.name] = raw.view(getattr(torch, dtype)).view(shape)
+    manifest = Manifest.of(named.items(), bucket_bytes)
+
+    left, pairs = {}, iter(named.items())
+    for index, bucket in enumerate(manifest.buckets):
+        flat = torch.empty(bucket.bytes + 16, dtype=torch.uint8)
+        _fill(flat, index, bucket, pairs)
+        left.update({slot.spec.name: _view(flat, slot) for slot in bucket.slots})
+
+    assert {name: tensor.shape for name, tensor in left.items()} == {
+        name: tensor.shape for name, tensor in named.items()
+    }
+    assert checksums(left.items()).items() == checksums(named.items()).items()
+
+
+@pytest.mark.parametrize(("verify", "hashed"), [("full", 1.0), ("sampled", 1 / 64), ("none", 0.0)])
+def test_a_check_reads_as_many_bytes_as_it_says(verify: Any, hashed: float) -> None:
+    size = 4 * 2**20
+    window, stride = _sampling(verify, size)
+    flat = torch.zeros(size, dtype=torch.uint8)
+
+    def value() -> bytes:
+        checksum = _Checksum(Header(b"", 0, Version(0, 0), size, window, stride))
+        checksum.add(flat)
+        return checksum.value()
+
+    before, seen = value(), 0
+    # One byte in each of 64 equal parts of the first stride, each tried alone.
+    places = range(0, 2**18, 2**12)
+    for place in places:
+        flat[place] = 1
+        seen += value() != before
+        flat[place] = 0
+
+    assert seen / len(places) == hashed
+
+
+def test_large_pushes_are_sampled_and_small_ones_hashed_whole() -> None:
+    small, large = _sampling("auto", 2**26 - 1), _sampling("auto", 2**26)
+
+    assert small[0] == small[1]
+    assert large[0] * 64 == large[1]

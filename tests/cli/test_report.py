@@ -169,10 +169,12 @@ def svg(text: str) -> ElementTree.Element:
 
 def test_stacked_bars_are_as_tall_as_their_seconds() -> None:
     image = svg(stacked_bars([(1, {"a": 1.0, "b": 3.0}), (2, {"a": 2.0})]))
-    first_a, first_b, second_a, second_b = (float(r.get("height", "")) for r in image.iter("rect"))
+    bars = [(float(r.get("y", "")), float(r.get("height", ""))) for r in image.iter("rect")]
+    (top_a, first_a), (top_b, first_b), (_, second_a), (_, second_b) = bars
     assert first_b / first_a == pytest.approx(3, abs=0.01)
     assert second_a / first_a == pytest.approx(2, abs=0.01)
     assert second_b == 0
+    assert top_b + first_b == pytest.approx(top_a, abs=0.01)
 
 
 def test_a_long_line_is_averaged_and_keeps_its_mean() -> None:
@@ -208,6 +210,15 @@ def test_a_lane_fills_its_window_without_a_gap() -> None:
     assert len(spans) == 3
     for (x, width), (following, _) in pairwise(spans):
         assert x + width == pytest.approx(following, abs=0.02)
+
+
+def test_actions_are_drawn_where_they_were_and_gaps_stay_gaps() -> None:
+    actions = [Span(1, 2, "train", ""), Span(8, 9, "train", "")]
+    image = svg(lanes([Lane("actor", [], actions, [])], 0.0, 10.0))
+    first, second = (float(r.get("x", "")) for r in image.iter("rect"))
+    width = next(float(r.get("width", "")) for r in image.iter("rect"))
+    # Both take 1 s, and there are 7 s from begin to begin.
+    assert second - first == pytest.approx(7 * width, rel=1e-3)
 
 
 def test_the_diagram_has_each_state_once_and_one_arrow_a_pair() -> None:

@@ -130,9 +130,9 @@ class Engine(Protocol):
     def start(self) -> None:
         """Bring the engine process up, sleeping: nothing on the device, no link, no version.
 
-        Pre: no live engine process (else Refused). Raises CapabilityMissing where the model or a
-        library can't be served here, DeadlineExceeded when it is not up in time; then nothing of
-        it is left.
+        Pre: no live engine process (else Refused). Raises ConfigError for a folder without a
+        model, CapabilityMissing where the model or a library can't be served here,
+        DeadlineExceeded when it is not up in time; then nothing of it is left.
         """
 
     def stop(self) -> None:

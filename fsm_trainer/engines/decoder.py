@@ -121,6 +121,9 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, max_tokens: int) -> None:
         self._model, self._max_tokens = model, max_tokens
+        config = model.config.get_text_config()
+        self._vocabulary: int = config.vocab_size
+        self._positions: int = config.max_position_embeddings
         parameters = inspect.signature(model.forward).parameters
         # transformers 5.2x renames the argument; the old name goes in 5.40.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -140,17 +143,16 @@ class Decoder:
         self._waiting.extend(requests)
 
     def _check(self, request: Request) -> None:
-        config = self._model.config.get_text_config()
         spans = len(request.tokens) + request.max_new_tokens
-        if not 0 <= min(request.tokens) <= max(request.tokens) < config.vocab_size:
+        if not 0 <= min(request.tokens) <= max(request.tokens) < self._vocabulary:
             raise DataError(
-                f"request {request.id}: a token is not in the vocabulary [0, {config.vocab_size}); "
+                f"request {request.id}: a token is not in the vocabulary [0, {self._vocabulary}); "
                 "use the tokenizer of this model"
             )
-        if spans > config.max_position_embeddings:
+        if spans > self._positions:
             raise DataError(
                 f"request {request.id}: prompt and max_new_tokens make {spans} tokens, and the "
-                f"model has {config.max_position_embeddings} positions; shorten one of them"
+                f"model has {self._positions} positions; shorten one of them"
             )
         if ROWS * _up(spans, COLUMNS) > self._max_tokens:
             raise DataError(
@@ -164,6 +166,7 @@ class Decoder:
         self._running.clear()
         self._slots = _Slots()
 
+    @torch.inference_mode()
     def abort(self, ids: Collection[str] | None = None) -> list[Drawn]:
         """Take these requests (None: all) out; returns what they have got."""
         gone = [

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -21,6 +22,7 @@ from fsm_trainer.engines.contract import Completion, Health, PauseMode, Request,
 from fsm_trainer.engines.messages import Drawn, Vitals
 from fsm_trainer.engines.process import Channel, EngineProcess
 from fsm_trainer.machine.errors import (
+    ConfigError,
     DeadlineExceeded,
     EngineFailed,
     ManifestMismatch,
@@ -85,6 +87,11 @@ class EmbeddedEngine:
     def start(self) -> None:
         """Bring the engine process up, sleeping; see `Engine.start`."""
         config = self._config
+        if not (Path(self._model) / "config.json").is_file():
+            raise ConfigError(
+                f"{self._name}: the model folder {self._model!r} has no config.json; "
+                "save a model there, or name another folder"
+            )
         with self._life:
             if self._process is not None and self._process.ended is None:
                 raise Refused(self._name, "started", "start", ["already started"], "stop it first")

@@ -130,17 +130,18 @@ class EmbeddedServer:
         try:
             with self._stepping:
                 # A pause may have come since the loop looked.
-                if self._held.is_set():
-                    return
-                drawn = decoder.step()
-        except Exception as error:
-            decoder.clear()
-            failed = {each.number for each in self._generations.values()}
-            self._generations.clear()
-            for number in failed:
-                self._work.answer(number, error=_portable("generate", error))
-        else:
+                drawn = [] if self._held.is_set() else decoder.step()
             self._deliver(drawn)
+        except Exception as error:
+            self._fail_all(decoder, error)
+
+    def _fail_all(self, decoder: Decoder, error: Exception) -> None:
+        """Fail every request: what a broken step has left in the cache can't be known."""
+        decoder.clear()
+        failed = {each.number for each in self._generations.values()}
+        self._generations.clear()
+        for number in failed:
+            self._work.answer(number, error=_portable("generate", error))
 
     def _deliver(self, drawn: Sequence[Drawn]) -> None:
         for each in drawn:
@@ -220,8 +221,13 @@ class EmbeddedServer:
         self._generations.update(dict.fromkeys(generation.order, generation))
 
     def _abort(self, ids: Collection[str] | None) -> None:
-        if self._decoder is not None:
-            self._deliver(self._decoder.abort(ids))
+        decoder = self._decoder
+        if decoder is None:
+            return
+        try:
+            self._deliver(decoder.abort(ids))
+        except Exception as error:
+            self._fail_all(decoder, error)
 
     @property
     def _started(self) -> Replica:

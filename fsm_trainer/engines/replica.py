@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from fsm_trainer.groups.lease import Lease
-from fsm_trainer.machine.errors import ActionFailed, CapabilityMissing, ConfigError
+from fsm_trainer.machine.errors import ActionFailed, CapabilityMissing
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, TensorSpec
 from fsm_trainer.sync.push import Receiver
@@ -21,13 +20,11 @@ from fsm_trainer.sync.push import Receiver
 class Replica:
     """A causal language model of a folder in the Hugging Face layout; reads its config only.
 
-    It starts without weights, on no device. Raises ConfigError for a folder without a config, and
-    CapabilityMissing for an architecture that can't be decoded here.
+    It starts without weights, on no device. Raises CapabilityMissing for an architecture that
+    can't be decoded here, or a device that isn't here.
     """
 
     def __init__(self, folder: str, dtype: str, device: str) -> None:
-        if not (Path(folder) / "config.json").is_file():
-            raise ConfigError(f"model folder {folder!r} has no config.json; save the model there")
         self._config = AutoConfig.from_pretrained(folder, local_files_only=True)
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._device = torch.device(device)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from fsm_trainer.data.tiny import TinyModelConfig, make_tiny_model
+from fsm_trainer.engines import EmbeddedEngine, Engine, EngineConfig, PauseMode, Request, Tag
+from fsm_trainer.machine.version import Version
+from tests.engines import weights as peer
+from tests.groups.world import Member, World
+
+#: The suite is one; every engine that we have goes through it.
+ENGINES: dict[str, Callable[[str, Path], Engine]] = {
+    "embedded": lambda name, model: EmbeddedEngine(name, model, EngineConfig(call_timeout=20)),
+}
+# Seconds for what must happen at once, on a busy machine.
+AT_ONCE = 1.0
+# New tokens of a request that is still in flight when a test looks.
+LONG = 300
+
+
+def background(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.005)
+
+
+def descendants() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Bench:
+    """One engine, and a real process that sends it weights over gloo."""
+
+    def __init__(self, engine: Engine, world: World) -> None:
+        self.engine, self.world = engine, world
+        self.number = 0
+
+    @property
+    def sender(self) -> Member:
+        return self.world.members(1)[0]
+
+    def connect(self, timeout: float = 5.0) -> None:
+        ours, theirs = self.world.memberships(2, timeout)
+        answer = self.sender.call(peer.join, ours)
+        self.engine.join(theirs)
+        assert answer.get() is None
+
+    def disconnect(self) -> None:
+        answer = self.sender.call(peer.leave)
+        self.engine.leave()
+        answer.get()
+
+    def receive(self) -> None:
+        self.engine.begin_update(peer.manifest(self.engine.specs()))
+        self.engine.receive()
+
+    def push(self, seed: int) -> Version:
+        """Over the link that is there."""
+        answer = self.sender.call(peer.push, self.engine.specs(), seed)
+        self.receive()
+        assert answer.get() > 2, "the push should have several buckets"
+        self.number += 1
+        self.engine.end_update(Version(1, self.number))
+        return Version(1, self.number)
+
+    def serve(self, seed: int = 0) -> None:
+        """Bring the engine to hold weights of this seed and KV cache, without a link."""
+        held = self.engine.health().held
+        for tag in set(Tag) - held:
+            self.engine.acquire(tag)
+        self.connect()
+        self.push(seed)
+        self.disconnect()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", TinyModelConfig(), seed=0)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def bench(request: pytest.FixtureRequest, tiny: Path, world: World) -> Iterator[Bench]:
+    """An engine for all tests of a module; nothing of it is left behind at the end."""
+    world.members(1)
+    before = descendants(), len(os.listdir("/proc/self/fd"))
+    engine = ENGINES[request.param]("rollout-0", tiny)
+    engine.start()
+    bench = Bench(engine, world)
+    yield bench
+    engine.stop()
+    engine.stop()
+    assert descendants() <= before[0] | descendants_of(world)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before[1] + 2)
+
+
+def descendants_of(world: World) -> set[int]:
+    """The world's members, which are replaced when a test kills one."""
+    return {member._process.pid or 0 for member in world._members}
+
+
+@pytest.fixture
+def awake(bench: Bench) -> Iterator[Bench]:
+    """An engine that serves; each test has to leave it without link, pause and requests."""
+    health = bench.engine.health()
+    if health.held != set(Tag) or health.version is None:
+        bench.serve()
+    yield bench
+    health = bench.engine.health()
+    assert (health.in_flight, health.paused, health.updating) == (0, None, False)
+    assert (health.epoch, health.groups) == (None, ())
+
+
+def long_requests(count: int = 4) -> list[Request]:
+    """Each takes half a second or more."""
+    return [Request(f"long-{index}", (5, 6, 7), LONG, seed=index) for index in range(count)]
+
+
+@pytest.fixture
+def in_flight(awake: Bench) -> Iterator[Future[Any]]:
+    """Requests that the engine is working on, held in place; aborted at the end."""
+    future = background(awake.engine.generate, long_requests())
+    until(lambda: awake.engine.health().in_flight > 0)
+    time.sleep(0.1)
+    awake.engine.pause(PauseMode.IN_PLACE)
+    yield future
+    if awake.engine.health().paused:
+        awake.engine.unpause()
+    awake.engine.abort()
+    future.exception(20)
+    awake.engine.drain(10)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

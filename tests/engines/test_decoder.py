@@ -1,0 +1,123 @@
+"""The decoder in this process: budgets, traffic, architectures."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from fsm_trainer.engines.contract import Finish, Request
+from fsm_trainer.engines.decoder import Decoder
+from fsm_trainer.engines.messages import Drawn
+from fsm_trainer.engines.replica import Replica
+from fsm_trainer.machine.errors import CapabilityMissing, DataError
+
+SHAPE = dict(
+    vocab_size=100,
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    max_position_embeddings=300,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+ARCHITECTURES = {
+    "qwen3": Qwen3Config(**SHAPE),
+    "llama, tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=100, n_embd=48, n_layer=3, n_head=4, n_positions=300),
+}
+
+
+def replica(folder: Path, config: PretrainedConfig, dtype: str = "float32") -> Replica:
+    torch.set_num_threads(1)
+    config.save_pretrained(folder)
+    replica = Replica(str(folder), dtype, "cpu")
+    replica.acquire()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in replica.model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return replica
+
+
+def requests(count: int) -> list[Request]:
+    source = random.Random(3)
+    return [
+        Request(
+            str(index),
+            tuple(source.randrange(100) for _ in range(source.choice((1, 3, 16, 40, 130)))),
+            source.randrange(1, 30),
+            1.0,
+            source.getrandbits(64),
+        )
+        for index in range(count)
+    ]
+
+
+def run(decoder: Decoder, asked: list[Request]) -> dict[str, Drawn]:
+    decoder.submit(asked)
+    ended: dict[str, Drawn] = {}
+    while decoder.active:
+        ended.update((each.id, each) for each in decoder.step())
+    return ended
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_small_budget_and_a_large_one_give_the_same_bits(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    model = replica(tmp_path, ARCHITECTURES[name], dtype).model
+    large = run(Decoder(model, 100_000), requests(60))
+    small = Decoder(model, 2048)
+    peak = 0
+    small.submit(requests(60))
+    ended: dict[str, Drawn] = {}
+    while small.active:
+        ended.update((each.id, each) for each in small.step())
+        peak = max(peak, small._slots.rows * small._slots.columns)
+    assert ended == large
+    assert 1024 < peak <= 2048
+
+
+def test_what_never_fits_is_refused(tmp_path: Path) -> None:
+    decoder = Decoder(replica(tmp_path, ARCHITECTURES["qwen3"]).model, 1024)
+    with pytest.raises(DataError, match="only 128 fit"):
+        decoder.submit([Request("big", (1,) * 120, 20)])
+    assert not decoder.active
+
+
+def test_an_abort_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    decoder = Decoder(replica(tmp_path, ARCHITECTURES["qwen3"]).model, 4096)
+    whole = run(decoder, requests(40))
+    decoder.submit(requests(40))
+    ended = {each.id: each for _ in range(3) for each in decoder.step()}
+    ids = {str(index) for index in range(0, 40, 3)} - ended.keys()
+    for each in decoder.abort(ids):
+        length = len(each.tokens)
+        assert each.finish is Finish.ABORT
+        assert each.tokens == whole[each.id].tokens[:length]
+    while decoder.active:
+        ended.update((each.id, each) for each in decoder.step())
+    assert ended == {key: each for key, each in whole.items() if key not in ids}
+
+
+def test_tied_weights_are_one_tensor_of_an_update(tmp_path: Path) -> None:
+    held = replica(tmp_path, ARCHITECTURES["llama, tied"])
+    names = [spec.name for spec in held.specs]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert list(held.checksums()) == names
+    assert held.model.lm_head.weight is held.model.model.embed_tokens.weight
+
+
+def test_layers_that_look_through_a_window_are_refused(tmp_path: Path) -> None:
+    config = Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CapabilityMissing, match="sliding_attention"):
+        Replica(str(tmp_path), "float32", "cpu")

@@ -1,0 +1,62 @@
+"""Weights by seed, the same in every process, and what the sending process does with them.
+
+``held`` is what a `tests.groups.world.Member` keeps between calls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fsm_trainer.groups.lease import Lease
+from fsm_trainer.groups.membership import Membership
+from fsm_trainer.sync.manifest import Manifest, TensorSpec
+from fsm_trainer.sync.push import send
+
+# Several buckets even for the tiny model.
+BUCKET_BYTES = 64 * 1024
+
+
+def weights(specs: Sequence[TensorSpec], seed: int) -> dict[str, torch.Tensor]:
+    """Large enough that no two tokens are alike likely."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        spec.name: torch.randn(spec.shape, generator=generator)
+        .mul_(0.3)
+        .to(getattr(torch, spec.dtype))
+        for spec in specs
+    }
+
+
+def manifest(specs: Sequence[TensorSpec]) -> Manifest:
+    return Manifest(tuple(specs), bucket_bytes=BUCKET_BYTES)
+
+
+def join(held: dict[str, Any], membership: Membership) -> None:
+    held["lease"] = Lease.open(membership)
+
+
+def leave(held: dict[str, Any]) -> None:
+    held.pop("lease").close()
+
+
+def push(held: dict[str, Any], specs: Sequence[TensorSpec], seed: int) -> int:
+    return send(held["lease"], weights(specs, seed).items(), manifest(specs)).buckets
+
+
+def die_within_a_push(held: dict[str, Any], specs: Sequence[TensorSpec], seed: int) -> None:
+    def until_the_middle() -> Iterator[tuple[str, torch.Tensor]]:
+        named = list(weights(specs, seed).items())
+        yield from named[: len(named) // 2]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    send(held["lease"], until_the_middle(), manifest(specs))
+
+
+def push_nan(held: dict[str, Any], specs: Sequence[TensorSpec]) -> None:
+    named = {name: tensor * float("nan") for name, tensor in weights(specs, 0).items()}
+    send(held["lease"], named.items(), manifest(specs))

@@ -422,6 +422,34 @@ def test_padding_and_garbage_in_masked_places_change_nothing(
         torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
 
 
+class Dirty(PlainModel):
+    """Gives NaN wherever the mask doesn't count."""
+
+    def logprobs(self, batch: Batch, *args: Any, **kwargs: Any) -> Scores:
+        clean = super().logprobs(batch, *args, **kwargs)
+        logprobs, spread = (
+            None if x is None else x.masked_fill(batch.loss_mask == 0, math.nan) for x in clean
+        )
+        assert logprobs is not None
+        return Scores(logprobs, spread)
+
+    def values(self, batch: Batch) -> torch.Tensor:
+        return super().values(batch).masked_fill(batch.loss_mask == 0, math.nan)
+
+
+def test_garbage_that_the_model_gives_in_masked_places_changes_nothing() -> None:
+    batch = sampled(12)
+    clean, dirty = PlainModel(micro_batch=4), Dirty(micro_batch=4)
+
+    figures = [update_everything(model, batch, FULL) for model in (clean, dirty)]
+    losses = [warmup_steps(m, PAIRS, 1, 5, rng(), pad_token=PAD) for m in (clean, dirty)]
+
+    assert figures[0] == figures[1]
+    assert losses[0] == losses[1]
+    for left, right in zip(clean.gradients, dirty.gradients, strict=True):
+        assert torch.equal(left, right)
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.permutations(range(6)))
 def test_the_order_of_the_rows_changes_no_full_batch_gradient(order: list[int]) -> None:

@@ -69,10 +69,8 @@ def value_loss(
     plain = (new - target).square()
     if clip is None:
         return ValueLoss(plain / 2, torch.zeros_like(plain, dtype=torch.bool))
-    moved = new - old
-    bounded = (old + moved.clamp(-clip, clip) - target).square()
-    clipped = (moved.detach().abs() > clip) & (bounded.detach() > plain.detach())
-    return ValueLoss(torch.maximum(plain, bounded) / 2, clipped)
+    bounded = (old + (new - old).clamp(-clip, clip) - target).square()
+    return ValueLoss(torch.maximum(plain, bounded) / 2, bounded.detach() > plain.detach())
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:

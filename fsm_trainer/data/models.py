@@ -56,6 +56,22 @@ def resolve_model(spec: ModelSpec, cache: Path, seed: int) -> Path:
     return spec.path
 
 
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder; needs no network and no torch."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True
+    )
+    return tokenizer
+
+
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id that fills a batch: the end token where a tokenizer has no padding."""
+    pad = tokenizer.pad_token_id
+    return int(tokenizer.eos_token_id if pad is None else pad)
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Return the tokens of a prompt: plain text as it is, a conversation through the template.
 

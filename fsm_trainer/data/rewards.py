@@ -102,9 +102,10 @@ class RewardPool:
     def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the trajectories with rewards, in their order.
 
-        After a crash, or when an async function blocks its process, the trajectories that were in
-        flight are scored once more, each alone. Raises ``RewardFailed`` (with ``on_error: raise``)
-        for the first without a reward, ``DeadlineExceeded`` if another call is under way.
+        When a process dies, or an async function blocks it, the trajectories that were in flight
+        are scored once more, each alone; only then is one of them blamed. Raises ``RewardFailed``
+        (with ``on_error: raise``) for the first without a reward, ``DeadlineExceeded`` if another
+        call is under way.
         """
         if not self._turn.acquire(blocking=False):
             raise DeadlineExceeded(
@@ -226,7 +227,8 @@ class _Round:
     ) -> None:
         self._config, self._crew, self._trajectories = config, crew, trajectories
         self._waiting = deque(range(len(trajectories)))
-        self._suspects: deque[int] = deque()  # each scored alone
+        self._suspects: deque[int] = deque()  # each to be scored alone
+        self._accused: set[int] = set()  # in flight when a process died
         self._results: dict[int, Trajectory] = {}
 
     def run(self) -> list[Trajectory]:
@@ -261,8 +263,6 @@ class _Round:
 
     def _receive(self) -> None:
         busy = {p.connection: p for p in self._crew.processes if not p.idle}
-        if not busy:
-            return
         limit = min(p.deadline for p in busy.values()) - time.monotonic()
         ready = wait(list(busy), max(0.0, limit))
         for connection, process in busy.items():
@@ -309,7 +309,8 @@ class _Round:
             self._crew.drop(process)
             raise self._unusable(f"the process ended with code {process.exit_code}", "")
         self._crew.replace(process)
-        if len(held) > 1:
+        if len(held) > 1 or not self._accused.issuperset(held):
+            self._accused.update(held)
             self._suspects.extend(held)
         elif held:
             self._fail(held[0], f"its process ended with code {process.exit_code}", "")

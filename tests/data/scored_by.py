@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import subprocess
 import sys
@@ -25,6 +26,11 @@ def number(trajectory: Trajectory) -> float:
         os._exit(int(argument))
     elif word == "give":
         return {"nan": float("nan"), "text": "one", "none": None}[argument]  # type: ignore
+    elif word == "note":
+        with Path(argument).open("a") as notes:
+            notes.write("scored\n")
+    elif word == "freeze":
+        ctypes.PyDLL(None).sleep(int(argument))  # keeps the interpreter's lock
     elif word == "child":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(argument).write_text(str(child.pid))

@@ -86,21 +86,25 @@ def test_reward_processes_stay_and_do_not_import_torch() -> None:
     assert {t.info["torch"] for t in scored} == {0.0}
 
 
-def test_who_exceeds_the_timeout_is_killed_and_replaced_and_the_others_are_scored_once() -> None:
-    with pool(timeout=0.3, on_error="zero") as opened:
+def test_who_exceeds_the_timeout_is_replaced_and_the_others_are_scored_once(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    texts = ["1", "sleep 60", "3", *[f"note {notes}"] * 17]  # a chunk is a quarter: 5
+    with pool(timeout=0.5, on_error="zero") as opened:
         [before] = opened.pids()
-        scored = opened.score([answer(t) for t in ("1", "sleep 60", "3", "4")])
+        scored = opened.score([answer(text) for text in texts])
         [after] = opened.pids()
         assert gone(before) and after != before
-    assert [t.reward for t in scored] == [1.0, 0.0, 3.0, 4.0]
-    assert [t.info["reward_failed"] for t in scored] == [0.0, 1.0, 0.0, 0.0]
+    assert [t.reward for t in scored] == [1.0, 0.0, 3.0, *[0.5] * 17]
+    assert [t.info["reward_failed"] for t in scored] == [0.0, 1.0, *[0.0] * 18]
+    assert notes.read_text() == "scored\n" * 17
 
 
 def test_a_timeout_is_per_trajectory_and_not_per_chunk() -> None:
-    # 6 x 0.25 s in one chunk of one process: 1.5 s in all, with a timeout of 0.8 s for each.
-    with pool(timeout=0.8, chunk=100) as opened:
-        scored = opened.score([answer("sleep 0.25")] * 6)
-    assert [t.reward for t in scored] == [0.5] * 6
+    # The first chunk is 6 x 0.25 = 1.5 s long; the timeout is 0.8 s, and 0.5 s of grace.
+    texts = ["sleep 0.25"] * 6 + ["1"] * 18
+    with pool(timeout=0.8) as opened:
+        scored = opened.score([answer(text) for text in texts])
+    assert [t.reward for t in scored] == [0.5] * 6 + [1.0] * 18
 
 
 def test_what_a_reward_function_started_is_killed_with_it(tmp_path: Path) -> None:
@@ -126,9 +130,22 @@ def test_an_idle_process_that_was_killed_is_replaced_and_no_one_is_blamed() -> N
 
 
 def test_a_crash_is_blamed_on_the_trajectory_that_crashes_alone() -> None:
-    with pool(on_error="zero", chunk=4) as opened:
-        scored = opened.score([answer(t) for t in ("1", "2", "exit 7", "4", "5", "6")])
-    assert [t.reward for t in scored] == [1.0, 2.0, 0.0, 4.0, 5.0, 6.0]
+    texts = ["1", "2", "exit 7", *map(str, range(3, 16))]
+    with pool(on_error="zero") as opened:
+        scored = opened.score([answer(text) for text in texts])
+    assert [t.reward for t in scored] == [1.0, 2.0, 0.0, *map(float, range(3, 16))]
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_a_process_that_is_killed_from_outside_costs_no_reward(count: int) -> None:
+    with pool() as opened:
+        [pid] = opened.pids()
+        killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        scored = opened.score([answer("sleep 1"), *[answer("2")] * (count - 1)])
+        killer.join(10)
+        assert gone(pid)
+    assert [t.reward for t in scored] == [0.5, *[2.0] * (count - 1)]
 
 
 def test_async_functions_run_concurrently_within_a_chunk() -> None:
@@ -149,8 +166,8 @@ def test_an_async_function_that_waits_too_long_costs_no_process() -> None:
 
 def test_an_async_function_that_blocks_its_process_spoils_no_other_reward() -> None:
     with pool("soon", timeout=0.3, on_error="zero") as opened:
-        scored = opened.score([answer(t) for t in ("1", "block 60", "3")])
-    assert [t.reward for t in scored] == [1.0, 0.0, 3.0]
+        scored = opened.score([answer(t) for t in ("sleep 0.1", "block 60", "3")])
+    assert [t.reward for t in scored] == [0.5, 0.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +186,7 @@ def test_a_failure_names_function_sample_and_cause_and_leaves_a_usable_pool(
 ) -> None:
     with pool(timeout=0.3) as opened:
         with pytest.raises(RewardFailed) as caught:
-            opened.score([answer("1"), answer(text), answer("3")])
+            opened.score([answer("1"), answer(text), *[answer("3")] * 14])
         [scored] = opened.score([answer("4")])
     message = str(caught.value)
     assert "scored_by:number" in message and repr(f"id of {text!r}") in message
@@ -188,7 +205,7 @@ def test_a_failure_names_function_sample_and_cause_and_leaves_a_usable_pool(
 def test_a_function_that_cannot_be_loaded_is_refused_at_start(function: str, cause: str) -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(RewardFailed, match=cause):
-        RewardPool(RewardConfig(function=function)).start()
+        RewardPool(RewardConfig(function=function, processes=2)).start()
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
@@ -224,9 +241,8 @@ def test_processes_outlive_the_thread_that_opened_the_pool() -> None:
     opened.close()
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_no_process_is_left_after_its_parent_is_killed(busy: bool, tmp_path: Path) -> None:
-    text = "sleep 600" if busy else "1"
+@pytest.mark.parametrize("text", ["1", "sleep 600", "freeze 600"])
+def test_no_process_is_left_after_its_parent_is_killed(text: str) -> None:
     script = textwrap.dedent(
         f"""
         import sys, time

@@ -31,6 +31,7 @@ from fsm_trainer.machine.errors import (
 from fsm_trainer.machine.version import Version
 
 if TYPE_CHECKING:
+    from fsm_trainer.engines.contract import Engine
     from fsm_trainer.groups.membership import Membership
     from fsm_trainer.sync.manifest import Manifest, TensorSpec
 
@@ -141,11 +142,13 @@ class EmbeddedEngine:
             try:
                 drawn: list[Drawn] = future.result(limit)
             except FutureTimeout:
-                self._give_up(process, future, ids)
                 raise DeadlineExceeded(
                     f"{self._name}: {len(ids)} requests ({ids[0]} …) were not done within "
                     f"{limit:g} s and were aborted; give more time, or fewer tokens"
                 ) from None
+            finally:
+                if not future.done():
+                    self._give_up(process, future, ids)
         return [
             Completion(each.id, each.tokens, each.logprobs, each.finish, version) for each in drawn
         ]
@@ -324,3 +327,7 @@ class EmbeddedEngine:
             future.result(self._config.call_timeout)
         except FutureTimeout:
             process.kill()
+
+
+if TYPE_CHECKING:
+    _keeps_the_contract: type[Engine] = EmbeddedEngine

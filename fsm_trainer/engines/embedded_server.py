@@ -83,15 +83,22 @@ class EmbeddedServer:
         for serve in (self._serve_control, self._read_work):
             threading.Thread(target=_until_end_of_file, args=(serve,), daemon=True).start()
         while True:
-            decoder = self._decoder
-            busy = decoder is not None and decoder.active and not self._held.is_set()
-            self._take(block=not busy)
+            self._take(block=not self._busy())
             self._step()
+
+    def _busy(self) -> bool:
+        # Not inline: a local of `run` would keep a decoder, and its weights, over their release.
+        decoder = self._decoder
+        return decoder is not None and decoder.active and not self._held.is_set()
 
     # The main thread.
 
     def _take(self, block: bool) -> None:
-        """Carry out what is queued; with ``block`` wait for something."""
+        """Carry out what is queued; with ``block`` wait for something.
+
+        An idle engine waits here without a deadline: nobody waits for it, and the process ends
+        with its client.
+        """
         try:
             call = self._queue.get(block)
             while True:

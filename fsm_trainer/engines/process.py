@@ -89,11 +89,14 @@ class EngineProcess:
         try:
             return future.result(timeout)
         except FutureTimeout:
-            self.kill()
             raise DeadlineExceeded(
                 f"{self.name}: the engine process did not answer {method!r} within {timeout:g} s; "
                 "it was killed, start it anew"
             ) from None
+        finally:
+            # Not done: too late, or somebody interrupted us; what it holds is unknown either way.
+            if not future.done():
+                self.kill()
 
     def kill(self) -> None:
         """Kill the process and wait until it is gone. Raises EngineFailed if it stays."""
@@ -128,7 +131,7 @@ class EngineProcess:
 
     def _start_and_deliver(self) -> str:
         files = [remote.fileno() for remote in self._remote]
-        command = [sys.executable, "-m", self._module, *map(str, files), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", self._module, *map(str, files), str(os.getpid())]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = self._process = subprocess.Popen(
             command,

@@ -15,18 +15,18 @@ from fsm_trainer.engines.messages import Drawn
 from fsm_trainer.engines.replica import Replica
 from fsm_trainer.machine.errors import CapabilityMissing, DataError
 
-SHAPE = dict(
-    vocab_size=100,
-    hidden_size=48,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=12,
-    max_position_embeddings=300,
-    bos_token_id=None,
-    eos_token_id=None,
-)
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 300,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 ARCHITECTURES = {
     "qwen3": Qwen3Config(**SHAPE),
     "llama, tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),

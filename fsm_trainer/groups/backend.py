@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -140,10 +141,18 @@ def build(member: Membership, store: Store, device: str, interface: str) -> Grou
     return NcclGroup(_nccl(store, rank, size, target, timeout), target)
 
 
+@cache
+def _gloo_device(interface: str) -> Any:
+    # One listener and one event loop for the process: making and ending them costs 10 ms of every
+    # reconnect, with the interpreter's lock held.
+    gloo: Any = distributed.ProcessGroupGloo
+    return gloo.create_device(hostname=interface)
+
+
 def _gloo(store: Store, rank: int, size: int, interface: str, timeout: float) -> Backend:
     gloo: Any = distributed.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=interface)]
+    options._devices = [_gloo_device(interface)]
     options._timeout = timedelta(seconds=timeout)
     options._threads = 1
     group: Backend = gloo(store, rank, size, options)

@@ -213,7 +213,7 @@ class Lease:
 
     def _good(self, what: str) -> None:
         if self._end is not None:
-            raise LeaseExpired(self.link, self.epoch, f"{self._end.why} (asked for: {what})")
+            raise LeaseExpired(self.link, self.epoch, f"{self._story()} (asked for: {what})")
 
     def _failed(self, what: str, began: float, cause: str) -> FsmError:
         after = time.monotonic() - began
@@ -227,19 +227,24 @@ class Lease:
 
     def _over(self, what: str) -> FsmError:
         """Return the error for an operation that the lease's end cut off."""
-        end = self._end or Mark("it never opened", lost=False)
-        if not end.lost:
-            return LeaseExpired(self.link, self.epoch, f"{end.why} (during {what})")
-        self._told.wait(PATIENCE + GRACE)
-        who = (
-            f"no word from {', '.join(self._silent)}"
-            if self._silent
-            else f"all of {', '.join(self.membership.members)} still answer"
-        )
+        story = self._story()
+        if self._end is None or not self._end.lost:
+            return LeaseExpired(self.link, self.epoch, f"{story} (during {what})")
         return PeerLost(
-            f"link {self.link!r} epoch {self.epoch}: {who}; {end.why}. "
-            f"Don't use the result of {what}; open a new epoch with the members that live"
+            f"link {self.link!r} epoch {self.epoch}: {story}. Don't use the result of {what}; "
+            "open a new epoch with the members that live"
         )
+
+    def _story(self) -> str:
+        end = self._end
+        if end is None:
+            return "it never opened"
+        if not end.lost:
+            return end.why
+        self._told.wait(PATIENCE + GRACE)
+        all_of = ", ".join(self.membership.members)
+        silent = ", ".join(self._silent)
+        return f"{f'no word from {silent}' if silent else f'all of {all_of} answer'}; {end.why}"
 
     def _finish(self, end: Mark) -> None:
         with self._lock:

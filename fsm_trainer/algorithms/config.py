@@ -48,7 +48,7 @@ class PPOConfig(PolicyConfig, extra="forbid", frozen=True):
     critic_epochs: int = Field(default=1, ge=1)
     """The critic's passes over a step's trajectories."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """First steps in which only the critic is trained."""
+    """First steps in which only the critic is trained; the actor stays as it is."""
 
 
 class GRPOConfig(PolicyConfig, extra="forbid", frozen=True):

@@ -79,13 +79,11 @@ def actor_update(
     advantages: torch.Tensor,
     config: PolicyConfig,
     generator: torch.Generator,
-    *,
-    frozen: bool = False,
 ) -> dict[str, float]:
     """Train the policy on ``advantages``, ``[batch, time]``; both are on the CPU, all rows.
 
-    With ``frozen`` it only measures: no optimizer step (the critic's warm-up). Gives the same
-    metrics on every rank.
+    Gives the same metrics on every rank: ``train/``, ``check/`` and ``rollout/`` ones describe the
+    batch under the policy as it was before the update.
     """
     epochs = _draw_epochs(model, batch, config.epochs, config.minibatches, generator)
     mask = batch.loss_mask
@@ -94,8 +92,6 @@ def actor_update(
     old, entropy = _old_logprobs(model, batch, epochs[0], config.temperature, "live")
     reference, _ = _old_logprobs(model, batch, epochs[0], config.temperature, "reference")
     measured = _measure(batch, old, reference, entropy, advantages)
-    if frozen:
-        return measured
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
 

@@ -465,19 +465,6 @@ def test_the_order_of_the_rows_changes_no_full_batch_gradient(order: list[int]) 
         torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
 
 
-def test_a_frozen_actor_is_measured_and_not_moved() -> None:
-    batch = sampled(7)
-    model = PlainModel()
-    before = copy.deepcopy(model.net.state_dict())
-
-    metrics = actor_update(model, batch, advantages_for(batch), FULL, rng(), frozen=True)
-
-    assert model.gradients == []
-    assert all(torch.equal(before[k], v) for k, v in model.net.state_dict().items())
-    assert metrics["train/reward"] == pytest.approx(float(batch.rewards.mean()))
-    assert not any(name.startswith("actor/loss") for name in metrics)
-
-
 def test_whitening_makes_the_scale_of_the_advantages_irrelevant() -> None:
     batch = sampled(8)
     gain = advantages_for(batch)
@@ -501,7 +488,7 @@ def test_metrics_of_the_batch_are_those_computed_by_hand() -> None:
     gap = (old.logprobs - batch.engine_logprobs)[mask].abs()
     assert old.entropy is not None
 
-    metrics = actor_update(model, batch, advantages_for(batch), FULL, rng(), frozen=True)
+    metrics = actor_update(model, batch, advantages_for(batch), FULL, rng())
 
     expected = {
         "train/reward": batch.rewards.mean(),

@@ -147,7 +147,13 @@ class _Crew:
             self._spawner = ThreadPoolExecutor(1, thread_name_prefix="reward-spawner")
         while len(self.processes) < self._config.processes:
             started = self._spawner.submit(_Process, self._config)
-            self.processes.append(started.result(timeout=IO_TIMEOUT))
+            try:
+                self.processes.append(started.result(timeout=IO_TIMEOUT))
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"a reward process was not created within {IO_TIMEOUT:g} s: the machine is "
+                    "overloaded or out of processes. Lower rewards.processes"
+                ) from error
 
     def drop(self, process: _Process) -> None:
         self.processes.remove(process)

@@ -186,7 +186,8 @@ def test_a_failure_names_function_sample_and_cause_and_leaves_a_usable_pool(
 ) -> None:
     with pool(timeout=0.3) as opened:
         with pytest.raises(RewardFailed) as caught:
-            opened.score([answer("1"), answer(text), *[answer("3")] * 14])
+            # What follows in the failing chunk is still under way when the next call comes.
+            opened.score([answer("1"), answer(text), answer("sleep 0.3"), *[answer("3")] * 13])
         [scored] = opened.score([answer("4")])
     message = str(caught.value)
     assert "scored_by:number" in message and repr(f"id of {text!r}") in message

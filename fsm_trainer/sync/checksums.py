@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Iterable
 
@@ -11,8 +12,12 @@ import torch
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of ``tensor`` (any dtype, device, layout) in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    view: memoryview = flat.numpy().data
-    return view
+    if not flat.numel():
+        return memoryview(b"")
+    # Not flat.numpy(): that forbids resizing the storage for good, and a sleeping trainer resizes.
+    array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    array.keeps = flat  # type: ignore[attr-defined]
+    return memoryview(array)
 
 
 def checksums(named_tensors: Iterable[tuple[str, torch.Tensor]], sample: int = 1) -> dict[str, str]:

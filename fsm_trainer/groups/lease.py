@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TYPE_CHECKING
 
+from fsm_trainer.groups import fence
 from fsm_trainer.groups.membership import Membership
-from fsm_trainer.groups.rendezvous import Address, Mark, connect, forget, local_interface
+from fsm_trainer.groups.rendezvous import Mark, connect, forget, local_interface
 from fsm_trainer.machine.errors import FsmError, LeaseExpired, PeerLost
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Lease:
         same or a newer epoch of the link, CapabilityMissing when torch lacks the backend.
         """
         lease = cls(membership, device)
-        _fence(lease)
+        fence.admit(lease)
         lease._keeper.start()
         error: FsmError | None
         if lease._opened.wait(membership.timeout + GRACE):
@@ -362,24 +362,6 @@ def registered_groups() -> tuple[str, ...]:
     """Return the names of the groups that torch.distributed has registered in this process."""
     registry = sys.modules.get("torch.distributed.distributed_c10d")
     return () if registry is None else tuple(registry._world.pg_names.values())
-
-
-_newest: dict[tuple[Address, str, str], tuple[int, weakref.ref[Lease]]] = {}
-_newest_lock = threading.Lock()
-
-
-def _fence(lease: Lease) -> None:
-    """Refuse an epoch that this process has seen, and end the link's older lease if it lives."""
-    me = lease.membership
-    place = (me.store, me.link, me.name)
-    with _newest_lock:
-        epoch, reference = _newest.get(place, (-1, None))
-        if me.epoch <= epoch:
-            raise LeaseExpired(me.link, me.epoch, f"{me.name} has opened epoch {epoch} already")
-        _newest[place] = (me.epoch, weakref.ref(lease))
-    older = reference() if reference is not None else None
-    if older is not None:
-        older.revoke(f"epoch {me.epoch} was opened")
 
 
 def _warm(group: Group, deadline: float) -> None:

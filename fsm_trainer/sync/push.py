@@ -42,7 +42,7 @@ FULL_CHECK_BYTES = 64 * 2**20
 # "sampled" hashes this much ...
 _WINDOW = 4096
 # ... out of every so many bytes.
-_STRIDE = 64 * _WINDOW
+_STRIDE = 256 * _WINDOW
 # After each bucket's bytes: its index and its length.
 _TRAILER = 16
 
@@ -81,7 +81,7 @@ class Sender:
     """The sending side; owns two buckets that later pushes reuse.
 
     ``verify``: which bytes the acknowledgement hashes; ``auto`` is ``full`` below
-    ``FULL_CHECK_BYTES`` and ``sampled`` (1/64) above.
+    ``FULL_CHECK_BYTES`` and ``sampled`` (1/256) above.
     """
 
     def __init__(self, verify: Verify = "auto") -> None:
@@ -377,13 +377,13 @@ class _Checksum:
         self._hash = hashlib.sha256()
 
     def add(self, flat: torch.Tensor) -> None:
-        """Add one bucket; its tail, shorter than a stride, is always hashed whole."""
+        """Add one bucket."""
         if not self._window:
             return
         whole = flat.numel() - flat.numel() % self._stride
         sampled = flat[:whole].view(-1, self._stride)[:, : self._window]
         self._hash.update(raw_bytes(sampled))
-        self._hash.update(raw_bytes(flat[whole:]))
+        self._hash.update(raw_bytes(flat[whole:][: self._window]))
 
     def value(self) -> bytes:
         """Return 32 bytes."""

@@ -60,3 +60,20 @@ def test_types_and_manifest_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_a_process_that_ends_with_a_lease_open_ends_in_order() -> None:
+    # Exit handlers run last in, first out: this one is registered before the lease's.
+    code = (
+        "import atexit, threading\n"
+        "atexit.register(lambda: print(threading.active_count()))\n"
+        "from fsm_trainer.groups.lease import Lease, Membership\n"
+        "from fsm_trainer.groups.rendezvous import Rendezvous\n"
+        "rendezvous = Rendezvous.bind()\n"
+        "place = Membership('w', 1, 0, 1, ('a',), 'gloo', rendezvous.address, 5.0)\n"
+        "lease = Lease.open(place)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1", "")

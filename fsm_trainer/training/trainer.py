@@ -29,10 +29,11 @@ from fsm_trainer.groups.training import TrainingGroups
 from fsm_trainer.machine.errors import Refused, SelfCheckFailed
 from fsm_trainer.training import checkpoint, models
 from fsm_trainer.training.batch import Batch
-from fsm_trainer.training.config import TrainerConfig
-from fsm_trainer.training.offload import Bank, bytes_of, fingerprint, trim
+from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
+from fsm_trainer.training.offload import Bank, fingerprint, trim
 from fsm_trainer.training.port import Bank as BankName
 from fsm_trainer.training.port import Scores
+from fsm_trainer.training.reference import Reference
 from fsm_trainer.training.zero import ZeroEngine, weights_of
 
 Resource = Literal["bank", "weights", "optimizer", "train_groups"]
@@ -68,14 +69,18 @@ class ModelTrainer:
         self._head, self._source, self._config = head, model_dir, config
         self._name, self._seed = f"{role}-{rank}", derive(seed, role, rank)
         self._total_steps = total_steps
+        self._rate, self._schedule, self._steps_planned = (
+            config.learning_rate,
+            config.schedule,
+            total_steps,
+        )
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._groups = TrainingGroups(store, role, rank, world_size, config.timeout, backend)
         self._bank = Bank(config.offload.target, scratch, self._name)
         self._checkpoint: Path | None = None
         self._module: Any = None
         self._engine: ZeroEngine | None = None
-        self._resident: BankName = "live"
-        self._prints: dict[BankName, str] = {}
+        self._reference = self._no_reference()
 
     # Resources
 
@@ -103,7 +108,7 @@ class ModelTrainer:
         if resource == "bank":
             self._forget()
         elif resource == "weights":
-            self._show("live")
+            self._reference.show("live")
             self._drop_gradients()
             self._bank.sleep("weights", weights_of(self._module))
         elif resource == "optimizer":
@@ -152,8 +157,7 @@ class ModelTrainer:
         self._engine = self._module = self._checkpoint = None
         self._groups.forget()
         self._bank.close()
-        self._resident, self.steps = "live", 0
-        self._prints.clear()
+        self._reference, self.steps = self._no_reference(), 0
         gc.collect()  # the engine and its hooks refer to each other
         trim()
 
@@ -207,8 +211,7 @@ class ModelTrainer:
         Raises SelfCheckFailed, with the weights as they were, when the norm isn't finite.
         """
         engine = self._ready("step", "live", "optimizer")
-        config = self._config
-        rate = config.learning_rate * config.schedule.factor(self.steps, self._total_steps)
+        rate = self._rate * self._schedule.factor(self.steps, self._steps_planned)
         with self._groups.guard("updating the weights"):
             norm = engine.step(rate)
         if not torch.isfinite(torch.tensor(norm)):
@@ -228,37 +231,34 @@ class ModelTrainer:
                 dist.all_reduce(tensor)
         return tensor
 
+    def begin(
+        self,
+        learning_rate: float | None = None,
+        schedule: ScheduleConfig | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        """Train on from here with a fresh optimizer: no moments, step 0, and this learning rate.
+
+        A supervised warm-up is one such stretch, what follows it another. Arguments left out are
+        those of the configuration, and of the constructor.
+        """
+        self._ready("begin", "live", "optimizer").reset()
+        self.steps = 0
+        self._rate = self._config.learning_rate if learning_rate is None else learning_rate
+        self._schedule = schedule or self._config.schedule
+        self._steps_planned = self._total_steps if total_steps is None else total_steps
+
     # The reference
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference: taken here, or come with a checkpoint."""
+        return self._reference.frozen
 
     def snapshot_reference(self) -> None:
         """Freeze a copy of the live weights, in the bank, as the reference."""
         self._ready("snapshot_reference", "live")
-        storages = weights_of(self._module)
-        self._bank.keep("reference", storages)
-        self._prints["reference"] = self._print()
-
-    def _show(self, bank: BankName) -> None:
-        """Have ``bank``'s weights in the model; the bytes are checked at every swap."""
-        if bank == self._resident:
-            return
-        storages = weights_of(self._module)
-        if bank == "reference":
-            if not self._bank.holds("reference"):
-                self._refuse("reference", "there is no reference", needs="snapshot_reference()")
-            self._prints["live"] = self._print()
-            self._bank.keep("weights", storages)
-        # Before the load: a load that breaks half-way must not pass for the live weights.
-        self._resident = bank
-        self._bank.load("weights" if bank == "live" else "reference", storages)
-        found, expected = self._print(), self._prints[bank]
-        if found != expected:
-            raise SelfCheckFailed(
-                f"{self._name}: the {bank} weights have checksum {found} after a swap of banks, "
-                f"{expected} before. Memory or disk is damaged, or something wrote to the bank"
-            )
-
-    def _print(self) -> str:
-        return fingerprint(bytes_of(storage) for storage in weights_of(self._module))
+        self._reference.freeze()
 
     # Weights for others
 
@@ -289,10 +289,7 @@ class ModelTrainer:
         beside. All ranks call it together.
         """
         engine = self._ready("save", "live", "optimizer")
-        weights: dict[str, torch.Tensor] = {}
-        for name, tensor in self.named_weights():
-            if self.rank == 0:
-                weights[name] = tensor.cpu().clone()
+        weights = self._collected()
         shard = checkpoint.Shard(
             format=checkpoint.FORMAT,
             zero_stage=self._config.zero_stage,
@@ -300,7 +297,7 @@ class ModelTrainer:
             steps=self.steps,
             optimizer=engine.state(),
             random=checkpoint.random_state(),
-            reference=self._reference_bytes(),
+            reference=self._reference.to_bytes(),
         )
 
         def write_model(folder: Path) -> None:
@@ -308,20 +305,35 @@ class ModelTrainer:
 
         checkpoint.write(directory, self.rank, shard, write_model, self._barrier)
 
+    def export(self, directory: Path) -> None:
+        """Write a model folder that transformers loads, and no more; all ranks call it together."""
+        weights = self._collected()
+        if self.rank == 0:
+            with models.replacing(directory) as folder:
+                models.save(self._module, weights, folder, self._source)
+        self._barrier()
+
     def load(self, directory: Path) -> None:
-        """Continue from a checkpoint; before ``weights`` are acquired for the first time."""
-        if self._module is not None:
-            self._refuse("load", "weights are loaded already", needs="release the bank first")
-        models.check_folder(directory)
+        """Continue from a :meth:`save`; before ``weights`` are acquired for the first time."""
+        self._before_loading("load", directory)
         self._checkpoint = directory
 
-    def _reference_bytes(self) -> list[torch.Tensor]:
-        if not self._bank.holds("reference"):
-            return []
-        self._show("reference")
-        copies = [bytes_of(storage).cpu().clone() for storage in weights_of(self._module)]
-        self._show("live")
-        return copies
+    def start_from(self, model_dir: Path) -> None:
+        """Begin with another model; before ``weights`` are acquired for the first time."""
+        self._before_loading("start_from", model_dir)
+        self._source = model_dir
+
+    def _before_loading(self, asked: str, directory: Path) -> None:
+        if self._module is not None:
+            self._refuse(asked, "weights are loaded already", needs="release the bank first")
+        models.check_folder(directory)
+
+    def _collected(self) -> dict[str, torch.Tensor]:
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in self.named_weights():
+            if self.rank == 0:
+                weights[name] = tensor.cpu().clone()
+        return weights
 
     def _restore(self, engine: ZeroEngine) -> None:
         """Take up the checkpoint that :meth:`load` named, if any; the weights are loaded."""
@@ -331,14 +343,7 @@ class ModelTrainer:
         shard = checkpoint.read(self._checkpoint, self.rank, config.zero_stage, self.world_size)
         engine.restore(shard.optimizer)
         self.steps = shard.steps
-        if shard.reference:
-            storages = weights_of(self._module)
-            self._bank.keep("weights", storages)
-            for storage, content in zip(storages, shard.reference, strict=True):
-                bytes_of(storage).copy_(content)
-            self._bank.keep("reference", storages)
-            self._prints["reference"] = self._print()
-            self._bank.load("weights", storages)
+        self._reference.adopt(shard.reference)
         checkpoint.restore_random_state(shard.random)
 
     # What everything above asks first
@@ -346,14 +351,19 @@ class ModelTrainer:
     def _weights_folder(self) -> Path:
         return self._checkpoint or self._source
 
+    def _no_reference(self) -> Reference:
+        return Reference(self._bank, self._name, lambda: weights_of(self._module))
+
     def _barrier(self) -> None:
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def _ready(self, asked: str, bank: BankName, *more: Resource) -> ZeroEngine:
         self._need(asked, "weights", "train_groups", *more)
-        self._show(bank)
         if self._engine is None:
             self._refuse(asked, "the engine was never started", needs="acquire train_groups")
+        if bank == "reference" and not self._reference.frozen:
+            self._refuse(asked, "there is no reference", needs="snapshot_reference()")
+        self._reference.show(bank)
         return self._engine
 
     def _need(self, asked: str, *resources: Resource) -> None:

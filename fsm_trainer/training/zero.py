@@ -44,6 +44,7 @@ class ZeroEngine:
         self._adamw = torch.optim.AdamW(
             module.parameters(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=self._fused
         )
+        bucket = min(_BUCKET, sum(parameter.numel() for parameter in module.parameters()))
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -53,8 +54,8 @@ class ZeroEngine:
             "zero_optimization": {
                 "stage": stage,
                 "overlap_comm": False,
-                "reduce_bucket_size": _BUCKET,
-                "allgather_bucket_size": _BUCKET,
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket + bucket % 2,
                 # Nothing stays gathered between two passes: what a rank holds is its partition,
                 # so weights can be swapped underneath.
                 "stage3_param_persistence_threshold": 0,
@@ -107,6 +108,12 @@ class ZeroEngine:
         for parameter in self.module.parameters():
             parameter.grad = None
 
+    def reset(self) -> None:
+        """Forget the moments; in place, because DeepSpeed keeps views of them."""
+        for moments in self._adamw.state.values():
+            for moment in moments.values():
+                moment.zero_()
+
     def weights(self) -> list[torch.UntypedStorage]:
         """The storages behind parameters and buffers: this rank's partition at stage 3."""
         return weights_of(self.module)
@@ -149,10 +156,14 @@ class ZeroEngine:
             moments = {name: value for name, value in saved.items() if name != "master"}
             if moments:
                 self._adamw.state[master] = {
-                    # AdamW keeps its step counter on the CPU unless fused.
-                    name: value.to(master.device) if value.dim() or self._fused else value
-                    for name, value in moments.items()
+                    name: self._owned(value, master.device) for name, value in moments.items()
                 }
+
+    def _owned(self, moment: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy, because what torch.load gives can't be freed by resizing."""
+        counter = moment.dim() == 0
+        # AdamW keeps its step counter on the CPU unless fused.
+        return moment.to("cpu" if counter and not self._fused else device, copy=True)
 
     def destroy(self) -> None:
         """Take DeepSpeed's hooks off the model."""
@@ -169,15 +180,10 @@ class ZeroEngine:
         return context
 
     def _masters(self) -> list[torch.Tensor]:
-        """The tensors that AdamW updates."""
-        if self._plain:
-            return list(self.module.parameters())
-        outer = self._engine.optimizer
-        if self._stage == 0:
-            return list(outer.fp32_groups_flat_partition)
+        """The tensors that AdamW updates; at stage 3 DeepSpeed hands them over only in a step."""
         if self._stage == 3:
-            return list(outer.fp32_partitioned_groups_flat)
-        return list(outer.single_partition_of_fp32_groups)
+            return list(self._engine.optimizer.fp32_partitioned_groups_flat)
+        return [master for group in self._adamw.param_groups for master in group["params"]]
 
 
 def weights_of(module: torch.nn.Module) -> list[torch.UntypedStorage]:

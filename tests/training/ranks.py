@@ -1,0 +1,225 @@
+"""Trainer ranks for the tests: in this process (one rank), or each in a process of its own.
+
+``python -m tests.training.ranks SCENARIO RANK WORLD HOST PORT FOLDER`` prints one line of JSON.
+Several trainers live one after the other in a process, because importing DeepSpeed is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsm_trainer.groups.lease import registered_groups
+from fsm_trainer.groups.rendezvous import Address, Rendezvous
+from fsm_trainer.groups.training import install
+from fsm_trainer.machine.errors import PeerLost
+from fsm_trainer.training.batch import Batch
+from fsm_trainer.training.config import TrainerConfig
+from fsm_trainer.training.trainer import ModelTrainer
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 64
+ON_DEVICE = ("weights", "optimizer", "train_groups")
+
+
+def make_model(folder: Path, hidden: int = 32, vocabulary: int = VOCABULARY,
+               layers: int = 2, tied: bool = False) -> Path:  # fmt: skip
+    """A random causal language model's folder, the same at each call."""
+    install()
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=2 * hidden,
+        num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=hidden // 2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_batch(seed: int, rows: int = 4, time: int = 9) -> Batch:
+    """Random tokens, none of them padding, all but the first trained on."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (rows, time), generator=generator)
+    mask = torch.ones(rows, time)
+    mask[:, 0] = 0
+    return Batch(
+        tokens=tokens,
+        attention_mask=torch.ones_like(tokens),
+        loss_mask=mask,
+        engine_logprobs=torch.zeros(rows, time),
+        rewards=torch.zeros(rows),
+        truncated=torch.zeros(rows),
+        index=torch.arange(rows),
+        groups=("g",) * rows,
+    )
+
+
+class Rank:
+    """One rank's place, and triggers in the order in which a worker's machine fires them."""
+
+    def __init__(self, rank: int, world: int, store: Address, folder: Path) -> None:
+        self.rank, self.world, self.store, self.folder = rank, world, store, folder
+        self.epoch = 0
+        torch.set_num_threads(1)
+
+    def trainer(self, model: Path, head: Any = "policy", total_steps: int = 100,
+                **config: Any) -> ModelTrainer:  # fmt: skip
+        return ModelTrainer(
+            head, model, TrainerConfig(**{"learning_rate": 1e-2, "timeout": 30.0, **config}),
+            rank=self.rank, world_size=self.world, store=self.store, role="actor",
+            scratch=self.folder / f"scratch-{self.rank}", seed=1, total_steps=total_steps,
+        )  # fmt: skip
+
+    def start(self, trainer: ModelTrainer) -> ModelTrainer:
+        trainer.acquire("bank")
+        self.wake(trainer)
+        return trainer
+
+    def wake(self, trainer: ModelTrainer) -> None:
+        self.epoch += 1
+        for resource in ON_DEVICE:
+            trainer.acquire(resource, epoch=self.epoch)  # type: ignore[arg-type]
+
+    def sleep(self, trainer: ModelTrainer) -> None:
+        for resource in reversed(ON_DEVICE):
+            if resource in trainer.held:
+                trainer.release(resource)  # type: ignore[arg-type]
+
+    def stop(self, trainer: ModelTrainer) -> None:
+        self.sleep(trainer)
+        trainer.release("bank")
+
+
+def policy_loss(trainer: ModelTrainer, step: int, micro: int, rank: int) -> torch.Tensor:
+    return -trainer.logprobs(make_batch(1000 * step + 10 * micro + rank), 1.0).logprobs.mean()
+
+
+def train(trainer: ModelTrainer, step: int, micro_batches: int = 2) -> list[float]:
+    """One optimizer step on data that differ by rank and step; gives the losses."""
+    losses = []
+    for micro in range(micro_batches):
+        loss = policy_loss(trainer, step, micro, trainer.rank) / micro_batches
+        trainer.backward(loss, last=micro == micro_batches - 1)
+        losses.append(loss.item())
+    trainer.step()
+    return losses
+
+
+def sleeping_changes_nothing(rank: Rank, stage: int, dtype: str = "float32") -> dict[str, Any]:
+    """Train without a pause, then asleep after each step, then resumed before the last one."""
+    model = make_model(rank.folder / f"model-{rank.rank}")
+    checkpoint = rank.folder / f"checkpoint-{stage}-{dtype}"
+    result: dict[str, Any] = {"asleep": []}
+
+    trainer = rank.start(rank.trainer(model, zero_stage=stage, dtype=dtype))
+    losses = [train(trainer, step) for step in range(3)]
+    result["weights"] = [tensor.tolist() for _, tensor in trainer.named_weights()]
+    trainer.save(checkpoint)
+    result["awake"] = [[*losses, train(trainer, 3)], trainer.checksum()]
+    rank.stop(trainer)
+
+    trainer, losses = rank.start(rank.trainer(model, zero_stage=stage, dtype=dtype)), []
+    for step in range(4):
+        losses.append(train(trainer, step))
+        if step < 3:
+            rank.sleep(trainer)
+            result["asleep"].append([torch.distributed.is_initialized(), len(registered_groups())])
+            rank.wake(trainer)
+    result["slept"] = [losses, trainer.checksum()]
+    rank.stop(trainer)
+
+    trainer = rank.trainer(model, zero_stage=stage, dtype=dtype)
+    trainer.load(checkpoint)
+    rank.start(trainer)
+    train(trainer, 3)
+    result["resumed"] = trainer.checksum()
+    rank.stop(trainer)
+    return result
+
+
+def two_ranks(rank: Rank) -> dict[str, Any]:
+    """All stages, then a peer that goes away."""
+    result: dict[str, Any] = {
+        str(stage): sleeping_changes_nothing(rank, stage) for stage in (0, 1, 2, 3)
+    }
+    result["lost"] = lose_a_peer(rank, rank.folder / f"model-{rank.rank}")
+    return result
+
+
+def lose_a_peer(rank: Rank, model: Path) -> str:
+    """Rank 1 goes away between two steps; say what rank 0's next step raises."""
+    trainer = rank.start(rank.trainer(model, timeout=5.0))
+    train(trainer, 0)
+    if rank.rank == 1:
+        trainer.release("train_groups")
+        return "gone"
+    try:
+        train(trainer, 1)
+    except PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
+def run_ranks(scenario: str, world: int, folder: Path, **environment: str) -> list[Any]:
+    """Run a scenario with each rank in a process of its own; gives what each printed."""
+    with Rendezvous.bind() as rendezvous:
+        host, port = rendezvous.address
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.training.ranks", scenario, str(rank), str(world),
+                 host, str(port), str(folder)],
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        try:
+            outputs = [process.communicate(timeout=280) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+def memory(rank: Rank) -> dict[str, int]:
+    """Resident bytes awake and asleep, of a model of 40 million parameters."""
+    import psutil
+
+    model = make_model(rank.folder / "model", hidden=512, vocabulary=16_384, layers=18)
+    trainer = rank.start(rank.trainer(model))
+    trainer.backward(policy_loss(trainer, 0, 0, 0), last=True)
+    trainer.step()
+    engine: Any = trainer._engine
+    parameters = sum(tensor.numel() for _, tensor in trainer.named_weights())
+    held = [*engine.weights(), *engine.optimizer()]
+    nbytes = sum(storage.nbytes() for storage in held)
+    process = psutil.Process()
+    before, checksum = process.memory_info().rss, trainer.checksum()
+    rank.sleep(trainer)
+    after = process.memory_info().rss
+    rank.wake(trainer)
+    return {
+        "parameters": parameters, "bytes": nbytes, "awake": before, "asleep": after,
+        "equal": int(checksum == trainer.checksum()),
+    }  # fmt: skip
+
+
+SCENARIOS: dict[str, Callable[[Rank], Any]] = {"two_ranks": two_ranks, "memory": memory}
+
+if __name__ == "__main__":
+    name, number, world_size, host_name, port_number, scratch = sys.argv[1:]
+    here = Rank(int(number), int(world_size), Address(host_name, int(port_number)), Path(scratch))
+    print(json.dumps(SCENARIOS[name](here)), flush=True)
+    # A rank whose peer is gone on purpose has nobody to say goodbye to.
+    os._exit(0)

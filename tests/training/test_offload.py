@@ -1,0 +1,127 @@
+"""Storages leave and come back under every view of them; schedules follow their formulas."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsm_trainer.machine.errors import ActionFailed, SelfCheckFailed
+from fsm_trainer.training.config import ScheduleConfig, Target
+from fsm_trainer.training.models import replacing
+from fsm_trainer.training.offload import Bank, fingerprint, storages_under
+
+
+@pytest.mark.parametrize("target", ["disk", "host"])
+def test_views_and_aliases_survive_with_their_bytes(target: Target, tmp_path: Path) -> None:
+    flat = torch.arange(100_003, dtype=torch.float32)
+    view, alias = flat[10:30].view(4, 5), flat.detach()
+    odd = torch.arange(7, dtype=torch.uint8)
+    expected = flat.clone(), odd.clone()
+    bank = Bank(target, tmp_path, "actor-0")
+    storages = storages_under([view, alias, odd])
+
+    bank.sleep("weights", storages)
+    asleep = [storage.nbytes() for storage in storages]
+    bank.wake("weights")
+
+    assert asleep == [0, 0]
+    assert torch.equal(flat, expected[0]) and torch.equal(odd, expected[1])
+    flat[10] = -1.0
+    assert view[0, 0] == -1.0 and alias[10] == -1.0
+    assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+def test_each_storage_is_found_once_and_in_order() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    moments = optimizer.state[weight]
+
+    found = storages_under({"a": [weight.data, weight.data[1:]]}, (optimizer,), torch.empty(0))
+
+    expected = [weight, moments["step"], moments["exp_avg"], moments["exp_avg_sq"], weight.grad]
+    assert found[0]._cdata == weight.untyped_storage()._cdata
+    assert {s._cdata for s in found} == {t.untyped_storage()._cdata for t in expected}
+    assert len(found) == 5
+
+
+def test_a_second_sleep_uses_the_same_file(tmp_path: Path) -> None:
+    bank, tensor = Bank("disk", tmp_path, "actor-0"), torch.zeros(1000)
+    for value in (1.0, 2.0):
+        tensor.fill_(value)
+        bank.sleep("weights", storages_under([tensor]))
+        bank.wake("weights")
+        assert tensor.eq(value).all()
+    assert [path.name for path in tmp_path.iterdir()] == ["actor-0.weights.bank"]
+    bank.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wake_that_fails_takes_no_memory_and_can_be_tried_again(tmp_path: Path) -> None:
+    bank, tensor = Bank("disk", tmp_path, "actor-0"), torch.arange(1000)
+    storages = storages_under([tensor])
+    bank.sleep("weights", storages)
+    path = tmp_path / "actor-0.weights.bank"
+    content = path.read_bytes()
+    path.write_bytes(content[:100])
+
+    with pytest.raises(ActionFailed, match=r"ends at byte 100: .* last checkpoint"):
+        bank.wake("weights")
+    failed = storages[0].nbytes()
+    path.write_bytes(content)
+    bank.wake("weights")
+
+    assert failed == 0
+    assert torch.equal(tensor, torch.arange(1000))
+
+
+def test_a_copy_of_another_layout_is_not_loaded(tmp_path: Path) -> None:
+    bank, tensor = Bank("disk", tmp_path, "actor-0"), torch.zeros(10)
+    bank.keep("reference", storages_under([tensor]))
+    other = torch.ones(11)
+    with pytest.raises(SelfCheckFailed, match="does not fit"):
+        bank.load("reference", storages_under([other]))
+    assert other.eq(1).all()
+
+
+def test_a_fingerprint_tells_order_position_and_the_last_byte() -> None:
+    data = torch.arange(100_001, dtype=torch.uint8)
+    changed, swapped = data.clone(), data.clone()
+    changed[-1] += 1
+    swapped[[0, 8]] = swapped[[8, 0]]
+    other = torch.ones(8, dtype=torch.uint8)
+    prints = [
+        fingerprint([data]), fingerprint([changed]), fingerprint([swapped]),
+        fingerprint([data, other]), fingerprint([other, data]),
+    ]  # fmt: skip
+    assert len(set(prints)) == 5
+    assert fingerprint([data.clone()]) == prints[0]
+
+
+def test_learning_rates_follow_their_formulas() -> None:
+    constant = ScheduleConfig(warmup_steps=4)
+    assert [constant.factor(k, 10) for k in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    linear = ScheduleConfig(shape="linear", warmup_steps=2)
+    # Eight steps left after two of warm-up: 1 - k / 8.
+    assert [linear.factor(k, 10) for k in (2, 4, 8, 10, 12)] == [1.0, 0.75, 0.25, 0.0, 0.0]
+    cosine = ScheduleConfig(shape="cosine")
+    # SGDR eq. 5: (1 + cos(pi k / 9)) / 2, by hand at thirds.
+    assert [cosine.factor(k, 9) for k in (0, 3, 6, 9)] == pytest.approx([1.0, 0.75, 0.25, 0.0])
+    assert math.isclose(cosine.factor(1, 4), (1 + math.sqrt(0.5)) / 2)
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with replacing(target) as folder:
+        (folder / "a").write_text("old")
+    with pytest.raises(RuntimeError), replacing(target) as folder:
+        (folder / "a").write_text("half")
+        raise RuntimeError
+    assert (target / "a").read_text() == "old"
+    with replacing(target) as folder:
+        (folder / "b").write_text("new")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "checkpoint"]

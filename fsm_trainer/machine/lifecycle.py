@@ -35,8 +35,8 @@ from fsm_trainer.machine.step import (
     Op,
     Sever,
     Undo,
+    advance,
     enabled,
-    step,
 )
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
@@ -258,7 +258,7 @@ class Lifecycle:
 
     def _apply(self, event: Event) -> None:
         with self._lock:
-            self._world, _ = step(self.system, self._world, event)
+            self._world = advance(self.system, self._world, event)
 
     def _run(self, op: Op) -> Report:
         done: list[Effect] = []

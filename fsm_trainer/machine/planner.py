@@ -20,9 +20,9 @@ from fsm_trainer.machine.step import (
     Commit,
     Done,
     action_refusals,
+    advance,
     enabled,
     joint_ends,
-    step,
 )
 from fsm_trainer.machine.world import System, World
 
@@ -44,9 +44,9 @@ class Move:
 def settle(system: System, world: World) -> World:
     """Run every effect that is due to its good end, and commit."""
     while due := enabled(system, world):
-        world, _ = step(system, world, Done(due[0]))
+        world = advance(system, world, Done(due[0]))
     moving = tuple(n for n in system.names if system.get(world, n).move is not None)
-    return step(system, world, Commit(moving))[0] if moving else world
+    return advance(system, world, Commit(moving)) if moving else world
 
 
 def apply(system: System, world: World, move: Move) -> World:
@@ -56,9 +56,9 @@ def apply(system: System, world: World, move: Move) -> World:
         Refused: the move is illegal.
     """
     if move.name in list(Trigger):
-        return settle(system, step(system, world, Begin(move.name, move.workers))[0])
-    world, _ = step(system, world, Act(move.name, move.workers))
-    return step(system, world, Acted(move.name, move.workers))[0]
+        return settle(system, advance(system, world, Begin(move.name, move.workers)))
+    world = advance(system, world, Act(move.name, move.workers))
+    return advance(system, world, Acted(move.name, move.workers))
 
 
 def actors_of(system: System, world: World, action: str) -> list[str]:

@@ -157,13 +157,17 @@ def step(system: System, world: World, event: Event) -> tuple[World, Effects]:
         Refused: the event is illegal now; the world is as before.
         LeaseExpired: the event speaks of an epoch that has ended.
     """
-    before = set(enabled(system, world))
-    after = _STEPS[type(event)](system, world, event)
+    before, after = set(enabled(system, world)), advance(system, world, event)
     kill: Effects = ()
     if isinstance(event, Died) or (isinstance(event, Failed) and event.effect.op is Op.RELEASE):
         name = event.worker if isinstance(event, Died) else event.effect.worker
         kill = (Effect(name, Op.KILL),)
     return after, (*kill, *(e for e in enabled(system, after) if e not in before))
+
+
+def advance(system: System, world: World, event: Event) -> World:
+    """The world after ``event``: `step` for those who ask for effects only when they want them."""
+    return _STEPS[type(event)](system, world, event)
 
 
 def enabled(system: System, world: World) -> list[Effect]:
@@ -273,15 +277,16 @@ def action_refusals(system: System, world: World, action: str, name: str) -> lis
 
 def _begin(system: System, world: World, event: Begin) -> World:
     edges = {name: _edge(system, world, event, name) for name in event.workers}
-    links = {edge.joint for edge in edges.values()}
+    links = {edge.joint for edge in edges.values() if edge.joint is not None}
     for link in links:
-        if link is not None:
-            ends = joint_ends(system, world, link, event.trigger)
-            if set(ends) != set(event.workers) or len(links) > 1:
-                _refuse(system, world, event, [f"{link} moves all of {list(ends)} together"])
-            if event.trigger == Trigger.CONNECT:
-                world = _open(system, world, event, link)
+        ends = joint_ends(system, world, link, event.trigger)
+        if set(ends) != set(event.workers):
+            _refuse(system, world, event, [f"{link} moves all of {list(ends)} together"])
+        if event.trigger == Trigger.CONNECT:
+            world = _open(system, world, event, link)
     for name, edge in edges.items():
+        if edge.joint is None:
+            _edge(system, world, event, name)  # those before it may have taken what it needs
         worker = system.get(world, name)
         version = event.version if event.trigger == Trigger.START else worker.version
         moved = worker._replace(move=edge.trigger, dest=edge.dest, version=version)
@@ -340,8 +345,8 @@ def _done(system: System, world: World, event: Done) -> World:
     if effect.op is Op.KILL:
         return _confirmed(system, world, Confirmed(effect.worker))
     worker = system.get(world, effect.worker)
-    falling = _falling(system, effect.worker, worker)
-    _expected(system, world, effect, falling)
+    falls = falling(system, effect.worker, worker)
+    _expected(system, world, effect, falls)
     acquired = effect.op is Op.ACQUIRE
     held = worker.held | {effect.resource} if acquired else worker.held - {effect.resource}
     worker = worker._replace(held=held)
@@ -355,10 +360,10 @@ def _done(system: System, world: World, event: Done) -> World:
         torn = _receives(system, effect.worker, effect.resource)
         version = None if torn else worker.version
         world = system.put(world, effect.worker, worker._replace(version=version))
-    return _fall(system, world, effect.worker) if falling else world
+    return _fall(system, world, effect.worker) if falls else world
 
 
-def _falling(system: System, name: str, worker: Worker) -> bool:
+def falling(system: System, name: str, worker: Worker) -> bool:
     """Whether a worker is on the way back from a transition that it won't complete."""
     edge = system.table(name).edge(worker.move or "", worker.state)
     return worker.move is not None and (edge is None or worker.dest != edge.dest)
@@ -379,11 +384,11 @@ def _close(system: System, world: World, link: str) -> World:
     return _link_moves(system, world, link, "close", members=frozenset())
 
 
-def _expected(system: System, world: World, effect: Effect, falling: bool) -> None:
+def _expected(system: System, world: World, effect: Effect, falls: bool) -> None:
     """Accept a report of what is due, or of what was under way when the worker began to fall."""
     worker = system.get(world, effect.worker)
-    holds = effect.resource in worker.held
-    if effect in enabled(system, world) or (falling and holds is (effect.op is Op.RELEASE)):
+    late = worker.held if effect.op is Op.RELEASE else worker.undead - worker.held
+    if effect in enabled(system, world) or (falls and effect.resource in late):
         return
     if effect.epoch and effect.resource in system.links:
         epoch = world.links[system.links[effect.resource]].epoch
@@ -402,12 +407,12 @@ def _failed(system: System, world: World, event: Failed) -> World:
     effect = event.effect
     if effect.op is Op.KILL:
         return world  # not confirmed: its claim on the devices stays
-    falling = _falling(system, effect.worker, system.get(world, effect.worker))
-    _expected(system, world, effect, falling)
+    falls = falling(system, effect.worker, system.get(world, effect.worker))
+    _expected(system, world, effect, falls)
     if effect.op is Op.RELEASE:
         # Nobody knows what the process still holds, so it must end.
         return _died(system, world, Died(effect.worker))
-    return world if falling else _undo(system, world, Undo(effect.worker))
+    return world if falls else _undo(system, world, Undo(effect.worker))
 
 
 def _undo(system: System, world: World, event: Undo) -> World:
@@ -415,25 +420,30 @@ def _undo(system: System, world: World, event: Undo) -> World:
     if worker.move is None:
         _refuse(system, world, Begin("undo", (event.worker,)), ["it is in no transition"])
     link = _joint_of(system, event.worker, worker)
-    if link is None or worker.move != Trigger.CONNECT:
+    if link is None:
         return _fall(system, world, event.worker)
     movers = [n for n in _movers(system, world, link) if system.within(n)]
     world = _link_moves(system, world, link, "break")
-    for name in movers:
+    for name in movers if worker.move == Trigger.CONNECT else [event.worker]:
         world = _fall(system, world, name)
     return _close(system, world, link)
 
 
-def _fall(system: System, world: World, name: str, without: str = "") -> World:
+def _fall(system: System, world: World, name: str) -> World:
     """Turn a worker towards the largest state that what it keeps still makes true.
 
-    It keeps what both its committed state and it hold. An undo acquires nothing: what a mixed
-    transition had released already is not taken back, the planner will ask for it if it's wanted.
+    It keeps what both its committed state and it hold, less a link whose lease is no longer good.
+    An undo acquires nothing: what a mixed transition had released already is not taken back, the
+    planner will ask for it if it's wanted. What it was about to acquire may arrive all the same,
+    so its claim stays until the worker has settled.
     """
     worker = system.get(world, name)
     table = system.table(name)
-    keep = (worker.held & frozenset(table.holds[worker.state])) - {without}
-    return system.put(world, name, worker._replace(dest=table.largest_state(keep)))
+    due = next_effect(system, world, name, worker)
+    late = {due.resource} if due is not None and due.op is Op.ACQUIRE else set()
+    bad = {k for k in system.links if not system.lease(world, name, k)}
+    dest = table.largest_state(worker.held & frozenset(table.holds[worker.state]) - bad)
+    return system.put(world, name, worker._replace(dest=dest, undead=worker.undead | late))
 
 
 def _commit(system: System, world: World, event: Commit) -> World:
@@ -467,7 +477,9 @@ def _settle(system: System, world: World, name: str) -> World:
         lineage = version.lineage if version and version.lineage else world.lineage + 1
         world = world._replace(lineage=max(world.lineage, lineage))
         version = Version(lineage, version.number if version else 0)
-    settled = worker._replace(state=dest, move=None, dest=None, version=version)
+    settled = worker._replace(
+        state=dest, move=None, dest=None, version=version, undead=frozenset()
+    )
     return system.put(world, name, settled)
 
 
@@ -541,7 +553,7 @@ def _sever(system: System, world: World, event: Sever) -> World:
         )  # fmt: skip
         raise Refused(event.worker, _described(worker), Trigger.SEVER, [why])
     world = system.put(world, event.worker, worker._replace(move=Trigger.SEVER))
-    return _fall(system, world, event.worker, without=event.link)
+    return _fall(system, world, event.worker)
 
 
 def _died(system: System, world: World, event: Died) -> World:
@@ -563,6 +575,8 @@ def _died(system: System, world: World, event: Died) -> World:
 
 def _confirmed(system: System, world: World, event: Confirmed) -> World:
     worker = system.get(world, event.worker)
+    if worker.move is not None:
+        raise Refused(event.worker, _described(worker), "confirmed", ["it was not declared dead"])
     return system.put(world, event.worker, worker._replace(undead=frozenset()))
 
 

@@ -39,7 +39,8 @@ class Worker(NamedTuple):
     live: bool = True
     """False once it is given up for lost: then it counts for nothing until it joins again."""
     undead: frozenset[str] = frozenset()
-    """What its process, declared dead but not yet seen dead, may still hold."""
+    """What its process may hold beyond ``held``: declared dead but not yet seen dead, or on the
+    way back from a transition whose last acquisition may still arrive."""
 
 
 class Link(NamedTuple):

@@ -1,0 +1,1 @@
+"""Is it right: journals against the tables."""

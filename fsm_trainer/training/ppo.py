@@ -16,7 +16,7 @@ import torch
 from fsm_trainer.algorithms.advantages import gae, group_advantages
 from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
 from fsm_trainer.algorithms.kl import kl
-from fsm_trainer.algorithms.losses import policy_loss, value_loss
+from fsm_trainer.algorithms.losses import PolicyLoss, policy_loss, value_loss
 from fsm_trainer.algorithms.masked import (
     keep,
     masked_max,
@@ -112,18 +112,11 @@ def actor_update(
                 bonus = (part.weights * keep(scores.entropy, here)).sum()
                 loss = loss - config.entropy_coefficient * bonus
             model.backward(loss * model.world_size, part.last)
-
-            drift = surrogate.log_ratio
             if number == 0:
-                tally.peak("check/ratio_drift", drift.abs().max())
+                tally.peak("check/ratio_drift", surrogate.log_ratio.abs().max())
             tally.add("actor/loss", loss)
-            tally.add("actor/policy_loss", (part.weights * surrogate.loss).sum())
             tally.add("actor/kl_loss", (part.weights * penalty).sum())
-            tally.add("actor/clip_fraction", (part.weights * surrogate.clipped).sum())
-            tally.add("actor/ratio_mean", (part.weights * drift.exp()).sum())
-            tally.add("actor/kl_old", (part.weights * kl(drift, 0 * drift, "k3")).sum())
-            tally.peak("actor/ratio_max", drift.max().exp())
-            tally.peak("actor/ratio_inverse_max", (-drift).max().exp())
+            _tally_ratios(tally, part.weights, surrogate)
         tally.stepped(model.step())
     return measured | tally.reduce(model, "actor")
 
@@ -169,6 +162,18 @@ def _measure(
         "rollout/truncated": batch.truncated.mean(),
     }
     return {name: float(figure) for name, figure in figures.items()}
+
+
+def _tally_ratios(tally: Tally, weights: torch.Tensor, surrogate: PolicyLoss) -> None:
+    log_ratio = surrogate.log_ratio
+    # The old policy sampled, so it is KL[old, new] that these tokens estimate.
+    moved = kl(torch.zeros_like(log_ratio), log_ratio, "k3")
+    tally.add("actor/policy_loss", (weights * surrogate.loss).sum())
+    tally.add("actor/clip_fraction", (weights * surrogate.clipped).sum())
+    tally.add("actor/ratio_mean", (weights * log_ratio.exp()).sum())
+    tally.add("actor/kl_old", (weights * moved).sum())
+    tally.peak("actor/ratio_max", log_ratio.max().exp())
+    tally.peak("actor/ratio_inverse_max", (-log_ratio).max().exp())
 
 
 def _draw_epochs(

@@ -507,6 +507,40 @@ def test_metrics_of_the_batch_are_those_computed_by_hand() -> None:
     )
 
 
+def test_metrics_of_the_update_are_those_computed_by_hand() -> None:
+    # Two steps on the whole batch: at the first all ratios are 1, so means are half the second's.
+    batch = sampled(9)
+    config = PPOConfig(epochs=2, minibatches=1, kl_coefficient=0.0, whiten_advantages=False)
+    model = PlainModel(rate=2.0, micro_batch=4)
+    start = PlainModel(rate=2.0)
+    gain = advantages_for(batch)
+
+    metrics = actor_update(model, batch, gain, config, rng())
+
+    with torch.no_grad():
+        old = start.logprobs(batch, 1.0).logprobs
+        start.net.load_state_dict(model.weights[1])
+        new = start.logprobs(batch, 1.0).logprobs
+    mask = batch.loss_mask != 0
+    d, a = (new - old)[mask], gain[mask]
+    clipped = ((d.exp() > 1.2) & (a > 0)) | ((d.exp() < 0.8) & (a < 0))
+    surrogate = torch.where(clipped, d.exp().clamp(0.8, 1.2), d.exp()) * a
+    expected = {
+        "actor/policy_loss": (-a.mean() - surrogate.mean()) / 2,
+        "actor/clip_fraction": clipped.double().mean() / 2,
+        "actor/ratio_mean": (1 + d.exp().mean()) / 2,
+        "actor/kl_old": (d.exp() - 1 - d).mean() / 2,
+        "actor/kl_loss": d.square().mean() / 4,
+        "actor/ratio_max": d.max().exp(),
+        "actor/ratio_inverse_max": (-d).max().exp(),
+        "actor/grad_norm": (model.gradients[0].norm() + model.gradients[1].norm()) / 2,
+    }
+    assert clipped.any(), "the case must reach the clip"
+    assert {k: metrics[k] for k in expected} == pytest.approx(
+        {k: float(v) for k, v in expected.items()}, rel=1e-5, abs=1e-6
+    )
+
+
 def test_all_metrics_are_finite_plain_floats() -> None:
     metrics = update_everything(PlainModel(), sampled(10), FULL)
 

@@ -1,7 +1,10 @@
 """The guard language: parse, evaluate, explain.
 
-A guard is a Python-like expression of nine kinds of node. One text has several readers: it is
-evaluated on live workers, explored by the checker, exported, and explained to people.
+A guard is an expression in a small part of Python's grammar: ``and`` / ``or`` / ``not``, one
+comparison at a time, ``in [...]``, attributes of workers, ``all(...)`` and ``any(...)`` over the
+live workers of a role, ``fits(device)``, states and numbers. Its tree is Python's own, checked when
+it is read. One text has several readers: it is evaluated on live workers, explored by the checker,
+exported, and explained to people.
 
 >>> guard = parse("self.in_flight == 0 and any(rollout.live)", where="example:1")
 >>> guard.text
@@ -14,9 +17,10 @@ a worker with torn weights never matches another one.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 from fsm_trainer.machine.errors import SpecError
 from fsm_trainer.machine.names import Role, State
@@ -24,6 +28,11 @@ from fsm_trainer.machine.names import Role, State
 ATTRIBUTES = ("state", "version", "lineage", "epoch", "lease", "in_flight", "live", "undead")
 PLURAL = (Role.ROLLOUT,)
 Value = int | str | bool | None
+
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
 
 
 class View(Protocol):
@@ -40,268 +49,167 @@ class View(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Const:
-    value: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Attribute:
-    owner: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Compare:
-    op: str
-    left: Node
-    right: Node
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    item: Node
-    options: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class All:
-    """``and`` of its parts."""
-
-    parts: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Any:
-    """``or`` of its parts."""
-
-    parts: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Not:
-    part: Node
-
-
-@dataclass(frozen=True, slots=True)
-class Quantifier:
-    """``all(...)`` or ``any(...)`` over the live workers of a plural role."""
-
-    kind: str
-    role: str
-    body: Node
-
-
-@dataclass(frozen=True, slots=True)
-class Fits:
-    """``fits(device)``: the ledger can grant what the move needs."""
-
-
-Node = Const | Attribute | Compare | Member | All | Any | Not | Quantifier | Fits
-
-
-@dataclass(frozen=True, slots=True)
 class Guard:
-    """A parsed guard: its conjuncts, each with its own text, and the line it stands on."""
+    """A parsed guard: its conjuncts as trees of :mod:`ast`, and the line it stands on."""
 
     text: str
-    parts: tuple[tuple[str, Node], ...] = ()
+    parts: tuple[ast.expr, ...] = ()
     where: str = ""
 
     def holds(self, view: View, worker: str) -> bool:
         """Whether the guard is true for ``worker``."""
-        return all(evaluate(node, view, worker) for _, node in self.parts)
+        return all(evaluate(part, view, worker) for part in self.parts)
 
     def explain(self, view: View, worker: str) -> list[str]:
         """The conjuncts that are false, each with the values it read."""
-        return [
-            f"`{text}` is false ({_readings(node, view, worker)})"
-            for text, node in self.parts
-            if not evaluate(node, view, worker)
-        ]
+        because = []
+        for part in self.parts:
+            if not evaluate(part, view, worker):
+                reader = _Reader(view)
+                evaluate(part, reader, worker)
+                because.append(f"`{ast.unparse(part)}` is false ({', '.join(reader.found)})")
+        return because
 
 
 ALWAYS = Guard("")
 
-_COMPARISONS: Mapping[type[ast.cmpop], str] = {
-    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
-}  # fmt: skip
 
-
-def parse(text: str, where: str, facts: Mapping[str, bool] | None = None) -> Guard:
-    """Parse a guard; with ``facts``, names are static facts instead of states.
+def parse(text: str, where: str) -> Guard:
+    """Parse a guard.
 
     Raises:
         SpecError: with ``where``, the column and what is allowed.
     """
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise SpecError(
-            f"{where}: cannot read the guard `{text}`: {error.msg} at column {error.offset}"
-        ) from None
-    conjuncts = (
-        tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
-    )
-    build = _Builder(text, where, facts)
-    return Guard(text, tuple((ast.unparse(c), build.node(c, None)) for c in conjuncts), where)
+    tree = _tree(text, where)
+    _Check(text, where).expression(tree, None)
+    joined = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
+    return Guard(text, tuple(tree.values) if joined else (tree,), where)  # type: ignore[attr-defined]
 
 
 def constant(text: str, where: str, facts: Mapping[str, bool]) -> bool:
-    """The value of a condition on static facts (``when:``)."""
-    return all(evaluate(node, _Nothing(), "") for _, node in parse(text, where, facts).parts)
+    """The value of a condition on static facts (``when:``): names, ``and``, ``or``, ``not``."""
+    tree, check = _tree(text, where), _Check(text, where)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id not in facts:
+            check.fail(node, f"unknown fact `{node.id}`, one of {sorted(facts)}")
+        if isinstance(node, ast.expr) and not isinstance(node, ast.Name | ast.BoolOp | ast.UnaryOp):
+            check.fail(node, f"`when:` speaks of static facts, not of `{ast.unparse(node)}`")
+    return bool(eval(compile(ast.Expression(tree), where, "eval"), {}, dict(facts)))
 
 
-class _Nothing:
-    """A condition on static facts reads nothing of the system."""
-
-    def attribute(self, worker: str, name: str) -> Value:
-        raise SpecError(f"`when:` speaks of static facts, not of `{name}`")
-
-    def peers(self, role: str) -> Iterable[str]:
-        raise SpecError(f"`when:` speaks of static facts, not of `{role}`")
-
-    def fits(self, worker: str) -> bool:
-        raise SpecError("`when:` speaks of static facts, not of devices")
+def _tree(text: str, where: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        why = f"{error.msg} at column {error.offset}"
+        raise SpecError(f"{where}: cannot read the guard `{text}`: {why}") from None
 
 
-class _Builder:
-    def __init__(self, text: str, where: str, facts: Mapping[str, bool] | None) -> None:
-        self.text, self.where, self.facts = text, where, facts
+class _Check:
+    """Refuses what isn't in the language."""
 
-    def fail(self, node: ast.expr, message: str) -> SpecError:
-        return SpecError(f"{self.where}: {message} (column {node.col_offset + 1} of `{self.text}`)")
+    def __init__(self, text: str, where: str) -> None:
+        self.text, self.where = text, where
 
-    def node(self, node: ast.expr, bound: str | None) -> Node:
+    def fail(self, node: ast.expr, message: str) -> NoReturn:
+        column = node.col_offset + 1
+        raise SpecError(f"{self.where}: {message} (column {column} of `{self.text}`)")
+
+    def expression(self, node: ast.expr, bound: str | None) -> None:
+        parts: list[ast.expr] = []
         match node:
-            case ast.BoolOp(op=ast.And()):
-                return All(tuple(self.node(value, bound) for value in node.values))
-            case ast.BoolOp():
-                return Any(tuple(self.node(value, bound) for value in node.values))
-            case ast.UnaryOp(op=ast.Not()):
-                return Not(self.node(node.operand, bound))
-            case ast.Compare(ops=[ast.In()], comparators=[ast.List(elts=options)]):
-                items = tuple(self.node(option, bound) for option in options)
-                return Member(self.node(node.left, bound), items)
-            case ast.Compare(ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
-                left = self.node(node.left, bound)
-                return Compare(_COMPARISONS[type(op)], left, self.node(right, bound))
+            case ast.BoolOp(values=parts):
+                pass
+            case ast.UnaryOp(op=ast.Not(), operand=one):
+                parts = [one]
+            case ast.Compare(left=one, ops=[ast.In()], comparators=[ast.List(elts=options)]):
+                parts = [one, *options]
+            case ast.Compare(left=one, ops=[op], comparators=[other]) if type(op) in _COMPARISONS:
+                parts = [one, other]
             case ast.Compare():
-                raise self.fail(node, "one comparison at a time: == != < <= > >=, or `in [...]`")
+                self.fail(node, "one comparison at a time: == != < <= > >=, or `in [...]`")
             case ast.Attribute(value=ast.Name(id=owner)):
-                return self.attribute(node, owner, bound)
+                self.attribute(node, owner, bound)
             case ast.Call(func=ast.Name(id="all" | "any" as kind), args=[body], keywords=[]):
-                return self.quantifier(node, kind, body, bound)
+                named = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)} & {*PLURAL}
+                if bound is not None or len(named) != 1:
+                    self.fail(node, f"{kind}(...) speaks of one of {[*PLURAL]}, not nested")
+                self.expression(body, named.pop())
+            case ast.Name(id=name) if name not in list(State):
+                self.fail(node, f"unknown name `{name}`, a state is one of {[*State]}")
+            case ast.Constant(value=bool() | int()) | ast.Name():
+                pass
             case ast.Call(func=ast.Name(id="fits"), args=[ast.Name(id="device")], keywords=[]):
-                return Fits()
-            case ast.Constant(value=bool() | int() as value):
-                return Const(value)
-            case ast.Name(id=name):
-                return self.name(node, name)
-        raise self.fail(node, f"`{ast.unparse(node)}` is not in the guard language")
+                pass
+            case _:
+                self.fail(node, f"`{ast.unparse(node)}` is not in the guard language")
+        for part in parts:
+            self.expression(part, bound)
 
-    def attribute(self, node: ast.Attribute, owner: str, bound: str | None) -> Node:
+    def attribute(self, node: ast.Attribute, owner: str, bound: str | None) -> None:
         if node.attr not in ATTRIBUTES:
-            raise self.fail(node, f"unknown attribute `{node.attr}`, one of {list(ATTRIBUTES)}")
-        if owner != "self" and owner not in list(Role):
-            raise self.fail(node, f"unknown role `{owner}`, one of {['self', *Role]}")
+            self.fail(node, f"unknown attribute `{node.attr}`, one of {[*ATTRIBUTES]}")
+        if owner not in ("self", *Role):
+            self.fail(node, f"unknown role `{owner}`, one of {['self', *Role]}")
         if owner in PLURAL and bound != owner:
-            raise self.fail(node, f"there are several {owner} workers: use all(...) or any(...)")
-        return Attribute(owner, node.attr)
-
-    def quantifier(self, node: ast.Call, kind: str, body: ast.expr, bound: str | None) -> Node:
-        roles = {
-            n.id for n in ast.walk(body) if isinstance(n, ast.Name) and n.id in PLURAL
-        }  # fmt: skip
-        if bound is not None or len(roles) != 1:
-            raise self.fail(node, f"{kind}(...) speaks of one of {list(PLURAL)}, not nested")
-        role = roles.pop()
-        return Quantifier(kind, role, self.node(body, role))
-
-    def name(self, node: ast.expr, name: str) -> Node:
-        if self.facts is not None:
-            if name in self.facts:
-                return Const(self.facts[name])
-            raise self.fail(node, f"unknown fact `{name}`, one of {sorted(self.facts)}")
-        if name in list(State):
-            return Const(name)
-        raise self.fail(node, f"unknown name `{name}`, a state is one of {list(State)}")
+            self.fail(node, f"there are several {owner} workers: use all(...) or any(...)")
 
 
-def evaluate(node: Node, view: View, worker: str, bound: str | None = None) -> Value:
-    """The value of a node for ``worker``; ``bound`` is the peer that a quantifier looks at."""
+def evaluate(node: ast.expr, view: View, worker: str, bound: str | None = None) -> Value:
+    """The value of a tree for ``worker``; ``bound`` is the peer that ``all`` or ``any`` sees."""
     match node:
-        case Const(value):
+        case ast.Attribute(value=ast.Name(id=owner), attr=name):
+            if owner == "self":
+                return view.attribute(worker, name)
+            peer = bound if owner in PLURAL else next(iter(view.peers(owner)), None)
+            return None if peer is None else view.attribute(peer, name)
+        case ast.Constant(value=int() as value) | ast.Name(id=value):
             return value
-        case Attribute(owner, name):
-            return _read(view, worker, bound, owner, name)
-        case Compare(op, left, right):
-            return _compare(
-                op, evaluate(left, view, worker, bound), evaluate(right, view, worker, bound)
-            )
-        case Member(item, options):
-            value = evaluate(item, view, worker, bound)
-            return any(value == evaluate(o, view, worker, bound) for o in options)
-        case All(parts):
-            return all(evaluate(part, view, worker, bound) for part in parts)
-        case Any(parts):
-            return any(evaluate(part, view, worker, bound) for part in parts)
-        case Not(part):
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            first = evaluate(left, view, worker, bound)
+            if isinstance(right, ast.List):
+                return first in [evaluate(e, view, worker, bound) for e in right.elts]
+            return _compare(op, first, evaluate(right, view, worker, bound))
+        case ast.BoolOp(op=op, values=parts):
+            values = (evaluate(part, view, worker, bound) for part in parts)
+            return all(values) if isinstance(op, ast.And) else any(values)
+        case ast.UnaryOp(operand=part):
             return not evaluate(part, view, worker, bound)
-        case Quantifier(kind, role, body):
+        case ast.Call(func=ast.Name(id="fits")):
+            return view.fits(worker)
+        case ast.Call(func=ast.Name(id=kind), args=[body]):
+            (role,) = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)} & {*PLURAL}
             values = (evaluate(body, view, worker, peer) for peer in view.peers(role))
             return all(values) if kind == "all" else any(values)
-        case Fits():
-            return view.fits(worker)
+    raise SpecError(f"`{ast.unparse(node)}` is not in the guard language")
 
 
-def _read(view: View, worker: str, bound: str | None, owner: str, name: str) -> Value:
-    if owner == "self":
-        return view.attribute(worker, name)
-    if bound is not None and owner in PLURAL:
-        return view.attribute(bound, name)
-    found = next(iter(view.peers(owner)), None)
-    return None if found is None else view.attribute(found, name)
-
-
-def _compare(op: str, left: Value, right: Value) -> bool:
+def _compare(op: ast.cmpop, left: Value, right: Value) -> bool:
     if left is None or right is None:
-        return op == "!="
-    if op in ("==", "!="):
-        return (left == right) is (op == "==")
-    if not isinstance(left, int) or not isinstance(right, int):
-        raise SpecError(f"cannot order {left!r} {op} {right!r}: only numbers have an order")
-    return {"<": left < right, "<=": left <= right, ">": left > right, ">=": left >= right}[op]
+        return isinstance(op, ast.NotEq)
+    ordered = not isinstance(op, ast.Eq | ast.NotEq)
+    if ordered and not (isinstance(left, int) and isinstance(right, int)):
+        raise SpecError(f"cannot order {left!r} and {right!r}: only numbers have an order")
+    return _COMPARISONS[type(op)](left, right)
 
 
-def _readings(node: Node, view: View, worker: str) -> str:
-    """What the node read, as ``owner.name=value`` pairs."""
-    found: dict[str, None] = {}
+class _Reader:
+    """Passes what a guard reads, and remembers it."""
 
-    def visit(part: Node, role: str | None) -> None:
-        match part:
-            case Attribute(owner, name) if role is not None and owner == role:
-                for peer in view.peers(owner):
-                    found[f"{peer}.{name}={view.attribute(peer, name)}"] = None
-            case Attribute(owner, name):
-                value = _read(view, worker, None, owner, name)
-                found[f"{worker if owner == 'self' else owner}.{name}={value}"] = None
-            case Compare(_, left, right):
-                visit(left, role)
-                visit(right, role)
-            case Member(item, _):
-                visit(item, role)
-            case All(parts) | Any(parts):
-                for inner in parts:
-                    visit(inner, role)
-            case Not(inner):
-                visit(inner, role)
-            case Quantifier(_, over, body):
-                found.setdefault(f"live {over} workers: {len(list(view.peers(over)))}")
-                visit(body, over)
-            case Fits():
-                found["the device is full"] = None
-            case Const():
-                pass
+    def __init__(self, view: View) -> None:
+        self.view, self.found = view, dict[str, None]()
 
-    visit(node, None)
-    return ", ".join(found)
+    def attribute(self, worker: str, name: str) -> Value:
+        value = self.view.attribute(worker, name)
+        self.found[f"{worker}.{name}={value}"] = None
+        return value
+
+    def peers(self, role: str) -> list[str]:
+        peers = list(self.view.peers(role))
+        if role in PLURAL or not peers:
+            self.found[f"live {role} workers: {len(peers)}"] = None
+        return peers
+
+    def fits(self, worker: str) -> bool:
+        self.found["the device is full"] = None
+        return self.view.fits(worker)

@@ -21,132 +21,47 @@ in reverse order, on all ends of a joint transition; then acquisitions, in order
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from fsm_trainer.machine.errors import LeaseExpired, Refused
+from fsm_trainer.machine.events import (
+    Act,
+    Acted,
+    Begin,
+    Commit,
+    Confirmed,
+    Died,
+    Done,
+    Effect,
+    Event,
+    Failed,
+    Joined,
+    Op,
+    Sever,
+    Undo,
+)
+from fsm_trainer.machine.legal import (
+    action_refusals,
+    described,
+    enabled,
+    falling,
+    joint_ends,
+    joint_of,
+    movers_of,
+    next_effect,
+    refusals,
+)
 from fsm_trainer.machine.names import LinkState, State, Trigger
 from fsm_trainer.machine.spec import Action, LinkSpec, Transition
 from fsm_trainer.machine.version import Version
-from fsm_trainer.machine.world import Link, System, Worker, World, WorldView
+from fsm_trainer.machine.world import Link, System, Worker, World
 
+__all__ = [
+    "Act", "Acted", "Begin", "Commit", "Confirmed", "Died", "Done", "Effect", "Event", "Failed",
+    "Joined", "Op", "Sever", "Undo", "action_refusals", "advance", "enabled", "falling",
+    "joint_ends", "next_effect", "refusals", "step",
+]  # fmt: skip
 
-class Op(StrEnum):
-    """What an effect does."""
-
-    ACQUIRE = "acquire"
-    RELEASE = "release"
-    KILL = "kill"
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """Something to do outside: acquire or release a resource, or end a process for good.
-
-    ``epoch`` is the link's where the resource is a link, else 0: a handle, and the report that the
-    effect is done, are good only under it.
-    """
-
-    worker: str
-    op: Op
-    resource: str = ""
-    epoch: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.resource}".strip()
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """A trigger for one worker, or for all ends of a joint transition together.
-
-    ``epoch`` (of the link that opens) and ``number`` (of the weights that ``start`` restores) are
-    told to a process by whoever composes the whole system; 0 means: the next one.
-    """
-
-    trigger: str
-    workers: tuple[str, ...]
-    epoch: int = 0
-    version: Version | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """An effect succeeded."""
-
-    effect: Effect
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """An effect failed: what it would have acquired is not held."""
-
-    effect: Effect
-
-
-@dataclass(frozen=True, slots=True)
-class Undo:
-    """Take back a transition whose own effects succeeded but another rank's did not."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """All effects are done: the workers are in their new state."""
-
-    workers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Act:
-    """An action begins, on all ends of a joint one together."""
-
-    action: str
-    workers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Acted:
-    """An action ended; a joint one is complete only if ``ok`` on all ends."""
-
-    action: str
-    workers: tuple[str, ...]
-    ok: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Sever:
-    """A worker gives up a lease that is no longer good; it keeps all else that it can."""
-
-    worker: str
-    link: str
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """A worker's process is declared dead; ``lost``: nobody will start it again."""
-
-    worker: str
-    lost: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Confirmed:
-    """A process that was declared dead is seen dead: its claim on the devices ends."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A lost worker's place is taken again."""
-
-    worker: str
-
-
-Event = Begin | Done | Failed | Undo | Commit | Act | Acted | Sever | Died | Confirmed | Joined
 Effects = tuple[Effect, ...]
 
 
@@ -168,111 +83,6 @@ def step(system: System, world: World, event: Event) -> tuple[World, Effects]:
 def advance(system: System, world: World, event: Event) -> World:
     """The world after ``event``: `step` for those who ask for effects only when they want them."""
     return _STEPS[type(event)](system, world, event)
-
-
-def enabled(system: System, world: World) -> list[Effect]:
-    """The effects that may run now, at most one a worker, in the system's order."""
-    found = []
-    for name, worker in zip(system.names, world.workers, strict=True):
-        effect = next_effect(system, world, name, worker)
-        if effect is not None and system.within(name) and _unblocked(system, world, effect):
-            found.append(effect)
-    return found
-
-
-def next_effect(system: System, world: World, name: str, worker: Worker) -> Effect | None:
-    """What a moving worker has to do next, whether or not the other ends let it."""
-    if worker.dest is None:
-        return None
-    order = system.spec.system.resources
-    target = system.table(name).holds[worker.dest]
-    surplus = [r for r in order if r in worker.held and r not in target]
-    if surplus:
-        resource, op = _last_acquired(system, name, surplus), Op.RELEASE
-    else:
-        missing = [r for r in target if r not in worker.held]
-        if not missing:
-            return None
-        resource, op = missing[0], Op.ACQUIRE
-    epoch = 0
-    if resource in system.links:
-        i = system.links[resource]
-        epoch = worker.epochs[i] if op is Op.RELEASE else world.links[i].epoch
-    return Effect(name, op, resource, epoch)
-
-
-def _last_acquired(system: System, name: str, resources: list[str]) -> str:
-    """The resource that stands last in the states that hold it: releases go in reverse order."""
-    holds = system.table(name).holds.values()
-    return max(resources, key=lambda r: max(h.index(r) if r in h else -1 for h in holds))
-
-
-def _unblocked(system: System, world: World, effect: Effect) -> bool:
-    """A joint transition acquires nothing before every end has released; the link comes last."""
-    if effect.op is Op.RELEASE:
-        return True
-    worker = system.get(world, effect.worker)
-    link = _joint_of(system, effect.worker, worker)
-    if link is None:
-        return True
-    for other in _movers(system, world, link):
-        todo = next_effect(system, world, other, system.get(world, other))
-        waits = todo is not None and (
-            todo.op is Op.RELEASE or (effect.resource == link and todo.resource != link)
-        )
-        if waits and system.within(other):
-            return False
-    return True
-
-
-def _joint_of(system: System, name: str, worker: Worker) -> str | None:
-    edge = system.table(name).edge(worker.move or "", worker.state)
-    return edge.joint if edge is not None else None
-
-
-def _movers(system: System, world: World, link: str) -> list[str]:
-    """The workers that are in a joint transition of a link now."""
-    pairs = zip(system.names, world.workers, strict=True)
-    return [n for n, w in pairs if w.move is not None and _joint_of(system, n, w) == link]
-
-
-def joint_ends(system: System, world: World, link: str, trigger: str) -> tuple[str, ...]:
-    """Who must move together: every live end to open a link, whoever still holds it to close it."""
-    ends = system.ends(world, system.spec.links[link])
-    i = system.links[link]
-    if trigger == Trigger.DISCONNECT:
-        ends = [n for n in ends if system.get(world, n).epochs[i]]
-    return tuple(n for n in ends if system.within(n))
-
-
-def refusals(system: System, world: World, trigger: str, name: str) -> list[str]:
-    """Why a worker refuses a trigger; empty if it would take it."""
-    worker = system.get(world, name)
-    edge = system.table(name).edge(trigger, worker.state)
-    if not worker.live:
-        return [f"{name} is lost"]
-    if worker.move is not None:
-        return [f"{name} is in the middle of {worker.move}"]
-    if edge is None:
-        known = [t.trigger for t in system.table(name).transitions if t.source == worker.state]
-        return [f"{worker.state} has no {trigger!r}, only {[str(t) for t in known]}"]
-    return edge.guard.explain(WorldView(system, world, edge.dest), name)
-
-
-def action_refusals(system: System, world: World, action: str, name: str) -> list[str]:
-    """Why a worker refuses an action; empty if it would do it."""
-    worker, known = system.get(world, name), system.table(name).actions
-    if action not in known:
-        return [f"{name} has no action {action!r}, only {sorted(known)}"]
-    found = [] if worker.live else [f"{name} is lost"]
-    if worker.move is not None:
-        found.append(f"{name} is in the middle of {worker.move}")
-    missing = sorted(known[action].needs - worker.held)
-    if missing:
-        legal = [s for s, h in system.table(name).holds.items() if known[action].needs <= set(h)]
-        states = " or ".join(str(s) for s in legal)
-        found.append(f"it does not hold {', '.join(missing)}: {action} is legal in {states}")
-    return found + known[action].guard.explain(WorldView(system, world), name)
 
 
 def _begin(system: System, world: World, event: Begin) -> World:
@@ -299,7 +109,7 @@ def _edge(system: System, world: World, event: Begin, name: str) -> Transition:
     worker = system.get(world, name)
     edge = system.table(name).edge(event.trigger, worker.state)
     if because or edge is None:
-        raise Refused(name, _described(worker), event.trigger, because, _ways(system, event, name))
+        raise Refused(name, described(worker), event.trigger, because, _ways(system, event, name))
     return edge
 
 
@@ -310,13 +120,9 @@ def _ways(system: System, event: Begin, name: str) -> str:
     )
 
 
-def _described(worker: Worker) -> str:
-    return f"{worker.state} (moving to {worker.dest})" if worker.move else str(worker.state)
-
-
 def _refuse(system: System, world: World, event: Begin | Act, because: list[str]) -> None:
     name = event.workers[0] if event.workers else "nobody"
-    state = _described(system.get(world, name)) if event.workers else "absent"
+    state = described(system.get(world, name)) if event.workers else "absent"
     asked = event.trigger if isinstance(event, Begin) else event.action
     raise Refused(name, state, asked, because)
 
@@ -363,12 +169,6 @@ def _done(system: System, world: World, event: Done) -> World:
     return _fall(system, world, effect.worker) if falls else world
 
 
-def falling(system: System, name: str, worker: Worker) -> bool:
-    """Whether a worker is on the way back from a transition that it won't complete."""
-    edge = system.table(name).edge(worker.move or "", worker.state)
-    return worker.move is not None and (edge is None or worker.dest != edge.dest)
-
-
 def _receives(system: System, name: str, resource: str) -> bool:
     """Whether the resource is what a link brings to the worker: acquired anew, it is torn."""
     links = system.spec.links.values()
@@ -394,11 +194,11 @@ def _expected(system: System, world: World, effect: Effect, falls: bool) -> None
         epoch = world.links[system.links[effect.resource]].epoch
         if epoch != effect.epoch:
             raise LeaseExpired(effect.resource, effect.epoch, f"the link is at epoch {epoch}")
-    because = [f"no such effect is due; {_due(system, world, effect.worker)}"]
-    raise Refused(effect.worker, _described(worker), str(effect), because)
+    because = [f"no such effect is due; {due_of(system, world, effect.worker)}"]
+    raise Refused(effect.worker, described(worker), str(effect), because)
 
 
-def _due(system: System, world: World, name: str) -> str:
+def due_of(system: System, world: World, name: str) -> str:
     effect = next_effect(system, world, name, system.get(world, name))
     return f"the next one is {effect}" if effect else "none is"
 
@@ -419,10 +219,10 @@ def _undo(system: System, world: World, event: Undo) -> World:
     worker = system.get(world, event.worker)
     if worker.move is None:
         _refuse(system, world, Begin("undo", (event.worker,)), ["it is in no transition"])
-    link = _joint_of(system, event.worker, worker)
+    link = joint_of(system, event.worker, worker)
     if link is None:
         return _fall(system, world, event.worker)
-    movers = [n for n in _movers(system, world, link) if system.within(n)]
+    movers = [n for n in movers_of(system, world, link) if system.within(n)]
     world = _link_moves(system, world, link, "break")
     for name in movers if worker.move == Trigger.CONNECT else [event.worker]:
         world = _fall(system, world, name)
@@ -451,12 +251,12 @@ def _commit(system: System, world: World, event: Commit) -> World:
         worker = system.get(world, name)
         due = next_effect(system, world, name, worker)
         if worker.dest is None or due is not None:
-            why = _due(system, world, name) if worker.dest else "it is in no transition"
+            why = due_of(system, world, name) if worker.dest else "it is in no transition"
             _refuse(system, world, Begin("commit", (name,)), [f"not all effects are done: {why}"])
-        link = _joint_of(system, name, worker)
+        link = joint_of(system, name, worker)
         opens = worker.move == Trigger.CONNECT and worker.dest == State.CONNECTED
         if link is not None and opens:
-            movers = {n for n in _movers(system, world, link) if system.within(n)}
+            movers = {n for n in movers_of(system, world, link) if system.within(n)}
             if movers != set(event.workers):
                 why = f"{link} commits {sorted(movers)} together"
                 _refuse(system, world, Begin("commit", (name,)), [why])
@@ -467,7 +267,7 @@ def _commit(system: System, world: World, event: Commit) -> World:
 
 def _settle(system: System, world: World, name: str) -> World:
     worker = system.get(world, name)
-    link = _joint_of(system, name, worker)
+    link = joint_of(system, name, worker)
     if link is not None and worker.move == Trigger.CONNECT and worker.dest == State.CONNECTED:
         world = _link_moves(system, world, link, "opened")
     dest = worker.dest or worker.state
@@ -487,7 +287,7 @@ def _act(system: System, world: World, event: Act) -> World:
     for name in event.workers:
         because = action_refusals(system, world, event.action, name)
         if because:
-            state = _described(system.get(world, name))
+            state = described(system.get(world, name))
             raise Refused(name, state, event.action, because)
     link = _joint_action(system, event)
     if link is not None:
@@ -551,22 +351,21 @@ def _sever(system: System, world: World, event: Sever) -> World:
             else f"its lease on {event.link} is good" if good
             else f"it holds no lease on {event.link}"
         )  # fmt: skip
-        raise Refused(event.worker, _described(worker), Trigger.SEVER, [why])
+        raise Refused(event.worker, described(worker), Trigger.SEVER, [why])
     world = system.put(world, event.worker, worker._replace(move=Trigger.SEVER))
     return _fall(system, world, event.worker)
 
 
 def _died(system: System, world: World, event: Died) -> World:
     ghost = system.claim(world, event.worker)
-    movers = {k: _movers(system, world, k) for k in system.links}
+    movers = {k: movers_of(system, world, k) for k in system.links}  # before it is gone
     nobody = Worker(epochs=(0,) * len(system.links), live=not event.lost, undead=ghost)
     world = system.put(world, event.worker, nobody)
     for link, i in system.links.items():
-        here = world.links[i]
-        if event.worker not in here.members:
+        if event.worker not in world.links[i].members:
             continue
         world = _link_moves(system, world, link, "break")
-        for name in movers[link] if here.state == LinkState.OPENING else ():
+        for name in movers[link]:  # the dead will not release what they wait for
             if name != event.worker and system.within(name):
                 world = _fall(system, world, name)
         world = _close(system, world, link)
@@ -576,14 +375,14 @@ def _died(system: System, world: World, event: Died) -> World:
 def _confirmed(system: System, world: World, event: Confirmed) -> World:
     worker = system.get(world, event.worker)
     if worker.move is not None:
-        raise Refused(event.worker, _described(worker), "confirmed", ["it was not declared dead"])
+        raise Refused(event.worker, described(worker), "confirmed", ["it was not declared dead"])
     return system.put(world, event.worker, worker._replace(undead=frozenset()))
 
 
 def _joined(system: System, world: World, event: Joined) -> World:
     worker = system.get(world, event.worker)
     if worker.live:
-        raise Refused(event.worker, _described(worker), "join", ["it was never lost"])
+        raise Refused(event.worker, described(worker), "join", ["it was never lost"])
     return system.put(world, event.worker, worker._replace(live=True))
 
 

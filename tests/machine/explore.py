@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from fsm_trainer.machine import step as s
 from fsm_trainer.machine.errors import Refused
+from fsm_trainer.machine.legal import movers_of
 from fsm_trainer.machine.names import LinkState, Role, State
 from fsm_trainer.machine.planner import unmet
 from fsm_trainer.machine.world import System, World
@@ -50,7 +51,7 @@ def edges(system: System, node: Node, jobs: int) -> Iterator[Edge]:
     moving = [n for n in system.names if system.get(world, n).move is not None]
     groups = {(n,) for n in moving if n not in busy}
     for link in system.links:
-        together = tuple(s._movers(system, world, link))
+        together = tuple(movers_of(system, world, link))
         if not busy & set(together):
             groups.add(together)
         for trigger in ("connect", "disconnect"):

@@ -1,0 +1,127 @@
+"""What may happen now: the effects that are due, who moves together, and why not.
+
+Everything here only reads a world; :mod:`fsm_trainer.machine.step` makes the next one.
+"""
+
+from __future__ import annotations
+
+from fsm_trainer.machine.events import Effect, Op
+from fsm_trainer.machine.names import Trigger
+from fsm_trainer.machine.world import System, Worker, World, WorldView
+
+
+def enabled(system: System, world: World) -> list[Effect]:
+    """The effects that may run now, at most one a worker, in the system's order."""
+    found = []
+    for name, worker in zip(system.names, world.workers, strict=True):
+        effect = next_effect(system, world, name, worker)
+        if effect is not None and system.within(name) and _unblocked(system, world, effect):
+            found.append(effect)
+    return found
+
+
+def next_effect(system: System, world: World, name: str, worker: Worker) -> Effect | None:
+    """What a moving worker has to do next, whether or not the other ends let it."""
+    if worker.dest is None:
+        return None
+    order = system.spec.system.resources
+    target = system.table(name).holds[worker.dest]
+    surplus = [r for r in order if r in worker.held and r not in target]
+    if surplus:
+        resource, op = _last_acquired(system, name, surplus), Op.RELEASE
+    else:
+        missing = [r for r in target if r not in worker.held]
+        if not missing:
+            return None
+        resource, op = missing[0], Op.ACQUIRE
+    epoch = 0
+    if resource in system.links:
+        i = system.links[resource]
+        epoch = worker.epochs[i] if op is Op.RELEASE else world.links[i].epoch
+    return Effect(name, op, resource, epoch)
+
+
+def _last_acquired(system: System, name: str, resources: list[str]) -> str:
+    """The resource that stands last in the states that hold it: releases go in reverse order."""
+    holds = system.table(name).holds.values()
+    return max(resources, key=lambda r: max(h.index(r) if r in h else -1 for h in holds))
+
+
+def _unblocked(system: System, world: World, effect: Effect) -> bool:
+    """A joint transition acquires nothing before every end has released; the link comes last."""
+    if effect.op is Op.RELEASE:
+        return True
+    worker = system.get(world, effect.worker)
+    link = joint_of(system, effect.worker, worker)
+    if link is None:
+        return True
+    for other in movers_of(system, world, link):
+        todo = next_effect(system, world, other, system.get(world, other))
+        waits = todo is not None and (
+            todo.op is Op.RELEASE or (effect.resource == link and todo.resource != link)
+        )
+        if waits and system.within(other):
+            return False
+    return True
+
+
+def joint_of(system: System, name: str, worker: Worker) -> str | None:
+    """The link whose ends the worker moves with."""
+    edge = system.table(name).edge(worker.move or "", worker.state)
+    return edge.joint if edge is not None else None
+
+
+def movers_of(system: System, world: World, link: str) -> list[str]:
+    """The workers that are in a joint transition of a link now."""
+    pairs = zip(system.names, world.workers, strict=True)
+    return [n for n, w in pairs if w.move is not None and joint_of(system, n, w) == link]
+
+
+def joint_ends(system: System, world: World, link: str, trigger: str) -> tuple[str, ...]:
+    """Who must move together: every live end to open a link, whoever still holds it to close it."""
+    ends = system.ends(world, system.spec.links[link])
+    i = system.links[link]
+    if trigger == Trigger.DISCONNECT:
+        ends = [n for n in ends if system.get(world, n).epochs[i]]
+    return tuple(n for n in ends if system.within(n))
+
+
+def refusals(system: System, world: World, trigger: str, name: str) -> list[str]:
+    """Why a worker refuses a trigger; empty if it would take it."""
+    worker = system.get(world, name)
+    edge = system.table(name).edge(trigger, worker.state)
+    if not worker.live:
+        return [f"{name} is lost"]
+    if worker.move is not None:
+        return [f"{name} is in the middle of {worker.move}"]
+    if edge is None:
+        known = [t.trigger for t in system.table(name).transitions if t.source == worker.state]
+        return [f"{worker.state} has no {trigger!r}, only {[str(t) for t in known]}"]
+    return edge.guard.explain(WorldView(system, world, edge.dest), name)
+
+
+def action_refusals(system: System, world: World, action: str, name: str) -> list[str]:
+    """Why a worker refuses an action; empty if it would do it."""
+    worker, known = system.get(world, name), system.table(name).actions
+    if action not in known:
+        return [f"{name} has no action {action!r}, only {sorted(known)}"]
+    found = [] if worker.live else [f"{name} is lost"]
+    if worker.move is not None:
+        found.append(f"{name} is in the middle of {worker.move}")
+    missing = sorted(known[action].needs - worker.held)
+    if missing:
+        legal = [s for s, h in system.table(name).holds.items() if known[action].needs <= set(h)]
+        states = " or ".join(str(s) for s in legal)
+        found.append(f"it does not hold {', '.join(missing)}: {action} is legal in {states}")
+    return found + known[action].guard.explain(WorldView(system, world), name)
+
+
+def falling(system: System, name: str, worker: Worker) -> bool:
+    """Whether a worker is on the way back from a transition that it won't complete."""
+    edge = system.table(name).edge(worker.move or "", worker.state)
+    return worker.move is not None and (edge is None or worker.dest != edge.dest)
+
+
+def described(worker: Worker) -> str:
+    """Its state for people."""
+    return f"{worker.state} (moving to {worker.dest})" if worker.move else str(worker.state)

@@ -283,7 +283,7 @@ def test_a_pause_returns_the_tokens_so_far(awake: Bench, mode: PauseMode) -> Non
     whole = awake.engine.generate(long_requests())
     future = background(awake.engine.generate, long_requests())
     until(lambda: awake.engine.health().in_flight > 0)
-    time.sleep(0.1)
+    time.sleep(0.2)
     awake.engine.pause(mode)
     cut = future.result(5)
     assert {each.finish for each in cut} == {Finish.ABORT}
@@ -336,20 +336,17 @@ def test_control_answers_while_a_generation_runs(awake: Bench) -> None:
     future.result(10)
 
 
-@pytest.mark.parametrize(
-    ("request_", "reason"),
-    [
+def test_a_prompt_that_the_model_cannot_take_harms_nobody_else(
+    awake: Bench, in_flight: Future[Any]
+) -> None:
+    awake.engine.unpause()
+    for request, reason in (
         (Request("bad", (1, 258), 4), "not in the vocabulary"),
         (Request("bad", (-1,), 4), "not in the vocabulary"),
         (Request("bad", (1, 2), 511), "positions"),
-    ],
-)
-def test_a_prompt_that_the_model_cannot_take_harms_nobody_else(
-    awake: Bench, in_flight: Future[Any], request_: Request, reason: str
-) -> None:
-    awake.engine.unpause()
-    with pytest.raises(DataError, match=reason):
-        awake.engine.generate([*ONE, request_])
+    ):
+        with pytest.raises(DataError, match=reason):
+            awake.engine.generate([*ONE, request])
     assert {each.finish for each in in_flight.result(30)} == {Finish.LENGTH}
 
 

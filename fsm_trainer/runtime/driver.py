@@ -1,0 +1,323 @@
+"""The driver: runs a schedule's phases, each reached by the reconciler, each with its action.
+
+It moves references, never tensors, and runs no user code. A run is data: the schedule's prologue,
+its lanes for each step, and its epilogue; lanes run side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from fsm_trainer.algorithms.config import PPOConfig
+from fsm_trainer.data.seeds import derive
+from fsm_trainer.machine.errors import DataError, SelfCheckFailed
+from fsm_trainer.machine.names import Role
+from fsm_trainer.machine.planner import actors_of
+from fsm_trainer.machine.version import Version
+from fsm_trainer.runtime.checkpoints import Checkpoints, Position
+from fsm_trainer.runtime.config import Run
+from fsm_trainer.runtime.metrics import MetricsWriter, Stage
+from fsm_trainer.runtime.port import Outcome
+from fsm_trainer.runtime.reconciler import Reconciler, TrainerLost, shares
+
+log = structlog.get_logger(__name__)
+
+
+class DataPort(Protocol):
+    """The data worker, however it is reached; payloads are references."""
+
+    async def draw(self, prompts: int, copies: int, shards: int) -> list[Any]:
+        """References to the next step's samples, one for each rollout worker."""
+        ...
+
+    async def evaluation(self, shards: int) -> Mapping[str, list[Any]]:
+        """References to the held-out sets by name, dealt to the rollout workers."""
+        ...
+
+    async def score(self, payloads: list[Any]) -> Outcome:
+        """All trajectories with rewards, and means over them."""
+        ...
+
+    async def warmup_pairs(self) -> Any:
+        """A reference to what the warm-up learns."""
+        ...
+
+    async def state(self) -> dict[str, Any]:
+        """The position in the data."""
+        ...
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a position."""
+        ...
+
+
+@dataclass
+class Progress:
+    """What people and files are told of a step."""
+
+    step: int = 0
+    stage: Stage = Stage.START
+    tokens: int = 0
+    numbers: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    batch: Any = None
+    advantages: Any = None
+
+
+class Driver:
+    """Trains.
+
+    ``told`` hears after each phase what a step has come to so far.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        reconciler: Reconciler,
+        data: DataPort,
+        metrics: MetricsWriter,
+        checkpoints: Checkpoints,
+        told: Callable[[Progress, str], None] = lambda progress, phase: None,
+    ) -> None:
+        self.run, self.folder, self.reconciler, self.data = run, folder, reconciler, data
+        self.metrics, self.checkpoints, self.told = metrics, checkpoints, told
+        self.config, self.spec = run.config, run.spec
+        self.progress = Progress()
+        self.first_step = 1
+        self._manifest: Any = None
+        self._verified = False
+        self._evaluated: set[Stage] = set()
+        reconciler.push = self.push
+        self._actions: Mapping[str, Callable[[], Awaitable[None]]] = {
+            "generate": self._generate,
+            "evaluate": self._evaluate,
+            "warm_up": self._warm_up,
+            "values": self._values,
+            "train": self._train,
+            "push": self.push,
+        }
+
+    async def train(self) -> None:
+        """Run the whole schedule.
+
+        Raises:
+            TrainerLost: an actor or critic died and there is no checkpoint to go back to.
+        """
+        step = self.first_step
+        if step == 1:
+            await self._sequence(self.spec.schedule.prologue)
+        while step <= self.config.steps:
+            try:
+                await self._step(step)
+                step += 1
+            except TrainerLost as error:
+                step = await self._rewind(error)
+        self.progress = Progress(self.config.steps, Stage.END)
+        await self._sequence(self.spec.schedule.epilogue)
+
+    async def _rewind(self, error: TrainerLost) -> int:
+        """Go back to the last checkpoint; gives the step to go on with."""
+        position = self.checkpoints.latest()
+        if position is None:
+            raise error
+        log.warning("a trainer was lost, going back", step=position.step, error=str(error))
+        for name, role in self.reconciler.system.names.items():
+            if role is not Role.ROLLOUT:
+                await self.reconciler.replace(name, str(error))
+        await self.restore(position)
+        return position.step + 1
+
+    async def restore(self, position: Position) -> None:
+        """Stand where a checkpoint was taken."""
+        await self.data.restore(position.data)
+        self.reconciler.start_version = Version(0, position.number)
+        self.first_step = position.step + 1
+        self._manifest = None
+
+    async def _sequence(self, phases: tuple[str, ...]) -> None:
+        for phase in phases:
+            if phase == "warm_up":
+                if not self.config.warmup.steps:
+                    continue
+                self.progress.stage = Stage.WARMUP
+            elif phase == "evaluate" and self.progress.stage in self._evaluated:
+                continue
+            await self._phase(phase)
+
+    async def _step(self, step: int) -> None:
+        began = time.monotonic()
+        self.progress = Progress(step, Stage.TRAIN)
+        every = self.config.evaluation.every
+        if every and step > 1 and (step - 1) % every == 0:
+            self.progress.step = step - 1
+            await self._phase("evaluate")
+            self.progress.step = step
+            self.progress.phases.clear()
+        lanes = self.spec.schedule.lanes.values()
+        async with asyncio.TaskGroup() as group:
+            for lane in lanes:
+                group.create_task(self._lane(lane, step))
+        self.metrics.write(
+            step,
+            self.progress.numbers,
+            seconds=time.monotonic() - began,
+            tokens=self.progress.tokens,
+            phase_seconds=self.progress.phases,
+        )
+        await self._finish_checkpoint(step)
+
+    async def _lane(self, phases: tuple[str, ...], step: int) -> None:
+        for phase in phases:
+            if self._critic_warms(step) and self.spec.phases[phase].action in ("train", "push"):
+                continue
+            await self._phase(phase)
+
+    def _critic_warms(self, step: int) -> bool:
+        algorithm = self.config.algorithm
+        return isinstance(algorithm, PPOConfig) and step <= algorithm.critic_warmup_steps
+
+    async def _phase(self, name: str) -> None:
+        phase, began = self.spec.phases[name], time.monotonic()
+        await self.reconciler.reach(phase)
+        if phase.action is not None:
+            await self._actions[phase.action]()
+        spent = self.progress.phases
+        spent[name] = spent.get(name, 0.0) + time.monotonic() - began
+        self.told(self.progress, name)
+
+    def _names(self, action: str) -> list[str]:
+        return actors_of(self.reconciler.system, self.reconciler.world, action)
+
+    async def _generate(self) -> None:
+        rollout, names = self.config.rollout, self._names("generate")
+        shards = await self.data.draw(rollout.prompts, rollout.copies, len(names))
+        temperature = self.config.algorithm.temperature
+        seed = derive(self.config.seed, "rollout", self.progress.step)
+        results = await self.reconciler.act("generate", shares(names, shards, temperature, seed))
+        scored = await self.data.score([results[n].payload for n in names])
+        if not scored.value["count"]:
+            raise DataError(f"step {self.progress.step}: no trajectory came back whole")
+        self.progress.batch = scored.payload
+        self.progress.tokens += sum(results[n].value for n in names)
+        means = {f"reward/{k}": v for k, v in scored.value.items() if k != "count"}
+        self.progress.numbers |= {**means, "train/reward": scored.value["reward"]}
+
+    async def _evaluate(self) -> None:
+        names, numbers = self._names("evaluate"), {}
+        seed = derive(self.config.seed, "evaluation")
+        temperature = self.config.evaluation.temperature
+        sets = await self.data.evaluation(len(names))
+        for kind, shards in sets.items():
+            arguments = shares(names, shards, temperature, seed)
+            results = await self.reconciler.act("evaluate", arguments)
+            scored = await self.data.score([results[n].payload for n in names])
+            numbers |= {f"eval/{kind}/{k}": v for k, v in scored.value.items() if k != "count"}
+            numbers.setdefault("eval/reward", scored.value["reward"])
+        if not numbers:
+            return
+        stage = self.progress.stage
+        if stage is not Stage.TRAIN:
+            self._evaluated.add(stage)
+        self.metrics.write(self.progress.step, numbers, stage=stage)
+        self.progress.numbers |= {"eval/reward": numbers["eval/reward"]}
+        log.info("evaluated", stage=str(stage), step=self.progress.step, **numbers)
+        self.told(self.progress, "evaluate")
+        self.progress.numbers.pop("eval/reward")
+
+    async def _warm_up(self) -> None:
+        pairs = await self.data.warmup_pairs()
+        folder = self.folder / "warmed-up"
+        arguments = {"actor": (pairs, self.config.warmup, folder)}
+        results = await self.reconciler.act("warm_up", arguments)
+        log.info("warmed up", **results["actor"].value)
+
+    async def _values(self) -> None:
+        arguments = (self.progress.batch, self.config.algorithm, self.progress.step)
+        results = await self.reconciler.act("values", {"critic": arguments})
+        self.progress.advantages = results["critic"].payload
+        self.progress.numbers |= results["critic"].value
+        await self._save("critic")
+
+    async def _train(self) -> None:
+        step, batch = self.progress.step, self.progress.batch
+        arguments = (batch, self.progress.advantages, self.config.algorithm, step)
+        results = await self.reconciler.act("train", {"actor": arguments})
+        self.progress.numbers |= results["actor"].value
+        self._check_first(step)
+        await self._save("actor")
+
+    def _check_first(self, step: int) -> None:
+        """Before the first update actor and reference are the same weights: their KL is 0."""
+        gap = self.progress.numbers.get("check/reference_gap", 0.0)
+        first = self._critic_warmup_steps() + 1
+        if step == first and gap > KL_TOLERANCE:
+            raise SelfCheckFailed(
+                f"the first step's actor differs from its reference: largest log-ratio {gap:.3g}, "
+                f"allowed {KL_TOLERANCE:g}. Likely causes: different templates, masks or dtypes in "
+                "the two forward passes, or weights that changed before the reference was taken"
+            )
+
+    def _critic_warmup_steps(self) -> int:
+        algorithm = self.config.algorithm
+        return algorithm.critic_warmup_steps if isinstance(algorithm, PPOConfig) else 0
+
+    async def push(self) -> None:
+        """Push the actor's weights to all rollout workers; the first push is verified bit by bit."""
+        ports = self.reconciler.ports
+        if self._manifest is None:
+            self._manifest = await ports["actor"].call("manifest", self.config.link.bucket_bytes)
+        version = self.reconciler.system.get(self.reconciler.world, "actor").version
+        sinks = [n for n in self._names("push") if n != "actor"]
+        arguments: dict[str, tuple[Any, ...]] = {"actor": (self._manifest, version)}
+        arguments |= dict.fromkeys(sinks, (self._manifest, version, not self._verified))
+        results = await self.reconciler.act("push", arguments)
+        size, seconds = results["actor"].value
+        self.progress.numbers |= {"push/bytes": float(size), "push/seconds": seconds}
+        if not self._verified:
+            await self._verify(sinks)
+            self._verified = True
+
+    async def _verify(self, sinks: list[str]) -> None:
+        """The engines began from zeros; what they hold now must be the actor's bytes."""
+        ports = self.reconciler.ports
+        expected = await ports["actor"].call("checksums")
+        for name in sinks:
+            found = await ports[name].call("checksums")
+            wrong = [tensor for tensor in found if found[tensor] != expected.get(tensor)]
+            if wrong or not found:
+                raise SelfCheckFailed(
+                    f"{name} holds other bytes than the actor after a push: {wrong[:5]}. Likely "
+                    "causes: a dtype conversion, a tensor that the push left out, faulty memory"
+                )
+        log.info("the push is bit-exact", tensors=len(expected), engines=len(sinks))
+
+    def _due(self) -> bool:
+        every, step = self.config.checkpoint.every, self.progress.step
+        return step == self.config.steps or bool(every and step % every == 0)
+
+    async def _save(self, name: str) -> None:
+        if self._due():
+            folder = self.checkpoints.folder(self.progress.step, name)
+            await self.reconciler.act("save", {name: (folder,)})
+
+    async def _finish_checkpoint(self, step: int) -> None:
+        if not self._due():
+            return
+        version = self.reconciler.system.get(self.reconciler.world, "actor").version
+        number, lineage = (version.number, version.lineage) if version else (0, 0)
+        epochs = tuple(link.epoch for link in self.reconciler.world.links)
+        data = await self.data.state()
+        self.checkpoints.complete(Position(step, number, lineage, epochs, data))
+
+
+KL_TOLERANCE = 1e-6
+"""Two forward passes of the same fp32 weights in the same batches: equal up to nothing; bf16 too,
+because both passes round alike."""

@@ -1,0 +1,366 @@
+"""The reconciler: brings the workers to where a phase wants them, by the planner's moves.
+
+It owns the composed world of the run, and writes it by ``step`` alone, between awaits; so a grant of
+the ledger is atomic, and whoever reads meanwhile sees a moving worker as moving. Recovery is the
+same code: a fault changes the world, and the next plan starts from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import structlog
+
+from fsm_trainer.machine.errors import (
+    ActionFailed,
+    EffectFailed,
+    FsmError,
+    Refused,
+    WorkerLost,
+)
+from fsm_trainer.machine.lifecycle import Report
+from fsm_trainer.machine.names import LinkState, Role, State, Trigger
+from fsm_trainer.machine.planner import Move, Planner, unmet
+from fsm_trainer.machine.spec import Phase
+from fsm_trainer.machine.step import (
+    Act,
+    Acted,
+    Begin,
+    Commit,
+    Confirmed,
+    Died,
+    Done,
+    Event,
+    Failed,
+    Op,
+    Sever,
+    Undo,
+    next_effect,
+    step,
+)
+from fsm_trainer.machine.version import Version
+from fsm_trainer.machine.world import System, Worker, World
+from fsm_trainer.runtime.journal import Journal, Kind
+from fsm_trainer.runtime.port import Outcome, WorkerPort
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+ATTEMPTS = 4
+"""How often a phase is planned anew after failures before the run ends with the last error."""
+BACK_OFF = 0.5
+"""Seconds before the second attempt; doubled for each further one."""
+
+
+class TrainerLost(WorkerLost):
+    """Raised when an actor or critic died: what it had learned since its checkpoint is lost."""
+
+
+class Reconciler:
+    """Drives the composed system through the worker ports."""
+
+    def __init__(
+        self,
+        system: System,
+        ports: Mapping[str, WorkerPort],
+        journal: Journal,
+        revoke: Callable[[str, int, str], None],
+        push: Callable[[], Awaitable[None]] | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.system, self.ports, self.journal = system, ports, journal
+        self.world = world or system.initial()
+        self.planner = Planner(system)
+        self.push = push
+        self.start_version: Version | None = None
+        """What ``start`` restores the hub's weights to, after a checkpoint."""
+        self._revoke = revoke
+        self._generation = 0
+
+    async def reach(self, phase: Phase) -> None:
+        """Go where the phase's wants hold and its action is legal.
+
+        Raises:
+            Refused: no legal sequence leads there.
+            EffectFailed, ActionFailed, WorkerLost: what failed in each of several attempts.
+        """
+        failures = 0
+        while True:
+            await self._recover()
+            if not unmet(self.system, self.world, phase):
+                return
+            move = self.planner.plan(self.world, phase)[0]
+            try:
+                await self._move(move)
+            except TrainerLost:
+                raise
+            except (EffectFailed, ActionFailed, WorkerLost) as error:
+                failures += 1
+                if failures >= ATTEMPTS:
+                    raise
+                log.warning("planning again", phase=phase.name, move=str(move), error=str(error))
+                await asyncio.sleep(BACK_OFF * 2 ** (failures - 1))
+
+    async def act(
+        self, action: str, arguments: Mapping[str, tuple[Any, ...]]
+    ) -> dict[str, Outcome]:
+        """Run an action on workers, each with its arguments; a joint one on all its ends.
+
+        Raises:
+            Refused: it is illegal now.
+            WorkerLost: a worker died in it.
+            ActionFailed: a worker raised; the others have ended theirs.
+        """
+        names = tuple(arguments)
+        joint = any(self.system.table(n).actions[action].joint for n in names)
+        groups = [names] if joint else [(name,) for name in names]
+        for group in groups:
+            self._apply(Act(action, group))
+        began = time.monotonic()
+        results = await self._gather(
+            {n: self.ports[n].act(action, self.world, arguments[n]) for n in names}
+        )
+        failed = {n: r for n, r in results.items() if isinstance(r, BaseException)}
+        for group in groups:
+            ok = not any(n in failed for n in group)
+            alive = tuple(n for n in group if action in self._worker(n).jobs)
+            self._apply(Acted(action, group, ok and len(alive) == len(group)))
+            for name in alive:
+                error = self._story(failed.get(name) or next(iter(failed.values()), None), ok)
+                self._record(name, Kind.ACTION, action, self._worker(name).state, began, error)
+        self._raise(action, failed)
+        return {n: r for n, r in results.items() if isinstance(r, Outcome)}
+
+    async def _move(self, move: Move) -> None:
+        if move.name in list(Trigger):
+            await self._transition(move.name, move.workers)
+        elif self.push is not None:
+            await self.push()
+
+    async def _transition(self, trigger: str, names: tuple[str, ...]) -> None:
+        """Run a transition on all its workers: releases everywhere, then acquisitions."""
+        sources = {n: self._worker(n).state for n in names}
+        before, began = self.world, time.monotonic()
+        link = self._joint(names[0], trigger)
+        hub = self._is_hub(names[0])
+        self._apply(Begin(trigger, names, version=self.start_version if hub else None))
+        self._generation += 1
+        epoch = self.world.links[self.system.links[link]].epoch if link else 0
+        calls = {
+            n: self.ports[n].begin(trigger, epoch, self._told(n), before, self._generation)
+            for n in names
+        }
+        failed = await self._absorb(await self._gather(calls))
+        if not failed:
+            acquired = await self._gather({n: self.ports[n].acquire() for n in names})
+            failed = await self._absorb(acquired)
+        movers = [n for n in names if self._worker(n).move is not None]
+        undone = [n for n in movers if n in failed or (link is not None and failed)]
+        for name in undone:
+            await self._undo(name)
+        done = tuple(n for n in movers if n not in undone)
+        if done:
+            self._apply(Commit(done))
+            await self._gather({n: self.ports[n].commit() for n in done})
+        for name in movers:
+            error = self._story(failed.get(name) or next(iter(failed.values()), None), name in done)
+            self._record(name, Kind.TRANSITION, trigger, sources[name], began, error)
+        self._raise(trigger, failed)
+
+    def _told(self, name: str) -> Version | None:
+        """The version that a starting worker is told: of a hub, under a new lineage."""
+        worker = self._worker(name)
+        if not self._is_hub(name) or worker.move != Trigger.START:
+            return None
+        number = worker.version.number if worker.version else 0
+        return Version(self.world.lineage + 1, number)
+
+    def _trains(self, name: str) -> bool:
+        return self.system.names[name] is not Role.ROLLOUT
+
+    def _is_hub(self, name: str) -> bool:
+        role = self.system.names[name]
+        return any(link.hub == role for link in self.system.spec.links.values())
+
+    def _joint(self, name: str, trigger: str) -> str | None:
+        edge = self.system.table(name).edge(trigger, self._worker(name).state)
+        return edge.joint if edge is not None else None
+
+    async def _absorb(
+        self, results: Mapping[str, Report | BaseException]
+    ) -> dict[str, BaseException]:
+        """Apply what the workers report; gives what failed, by worker."""
+        failed: dict[str, BaseException] = {}
+        for name, result in results.items():
+            if isinstance(result, BaseException):
+                failed[name] = result
+                continue
+            if self._worker(name).move is None:
+                continue  # it was declared dead meanwhile
+            for effect in result.done:
+                self._apply(Done(effect))
+            if result.failed is None:
+                continue
+            story = f"{result.failed} failed: {result.error}"
+            if result.failed.op is Op.RELEASE:
+                await self._declare_dead(name, story)
+                failed[name] = WorkerLost(f"{name}: {story}; nobody knows what it still holds")
+            else:
+                trigger = str(self._worker(name).move)
+                self._apply(Failed(result.failed))
+                state = self._worker(name).dest or self._worker(name).state
+                failed[name] = EffectFailed(name, trigger, str(result.failed), result.error, state)
+        return failed
+
+    async def _undo(self, name: str) -> None:
+        worker = self._worker(name)
+        edge = self.system.table(name).edge(str(worker.move), worker.state)
+        if edge is not None and worker.dest == edge.dest:
+            self._apply(Undo(name))
+        result = (await self._gather({name: self.ports[name].undo()}))[name]
+        if isinstance(result, Worker):
+            self._follow(name, result)
+
+    def _follow(self, name: str, reported: Worker) -> None:
+        """Release and commit in the world what a worker released and committed."""
+        while (
+            effect := next_effect(self.system, self.world, name, self._worker(name))
+        ) is not None:
+            self._apply(Done(effect))
+        self._apply(Commit((name,)))
+        if reported.state != self._worker(name).state:
+            raise ActionFailed(
+                f"{name} reports {reported.state}, the driver has {self._worker(name).state}: "
+                "they disagree on what was undone. This is a defect; please report the journal"
+            )
+
+    async def _recover(self) -> None:
+        """Sever what holds a broken lease, and start dead processes anew."""
+        for name in self.system.names:
+            worker = self._worker(name)
+            for link in self.system.links:
+                broken = worker.epochs[self.system.links[link]]
+                if broken and not self.system.lease(self.world, name, link):
+                    await self._sever(name, link)
+        for name, worker in zip(self.system.names, self.world.workers, strict=True):
+            if worker.undead:
+                await self._bury(name)
+
+    async def _sever(self, name: str, link: str) -> None:
+        source, began = self._worker(name).state, time.monotonic()
+        self._apply(Sever(name, link))
+        before = self.world
+        result = (await self._gather({name: self.ports[name].sever(link, before)}))[name]
+        if isinstance(result, Worker):
+            self._follow(name, result)
+            self._record(name, Kind.TRANSITION, Trigger.SEVER, source, began, None)
+
+    async def _bury(self, name: str) -> None:
+        """End what is left of a dead worker; only when it is seen dead its claim ends."""
+        await self.ports[name].kill()
+        self._apply(Confirmed(name))
+        self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, time.monotonic(), None)
+        await self.ports[name].respawn()
+
+    async def _gather(self, calls: Mapping[str, Awaitable[T]]) -> dict[str, T | BaseException]:
+        """Await all; as soon as one fails, end what the others may wait for."""
+        tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+        todo = set(tasks.values())
+        try:
+            while todo:
+                done, todo = await asyncio.wait(todo, return_when=asyncio.FIRST_COMPLETED)
+                for name, task in tasks.items():
+                    if task in done and task.exception() is not None:
+                        await self._broken(name, task.exception(), todo)
+        except asyncio.CancelledError:
+            for task in todo:
+                task.cancel()
+            raise
+        return {n: t.exception() or t.result() for n, t in tasks.items()}
+
+    async def _broken(
+        self, name: str, error: BaseException | None, others: set[asyncio.Future[Any]]
+    ) -> None:
+        if isinstance(error, WorkerLost):
+            await self._declare_dead(name, str(error))
+        elif others:
+            for link, i in self.system.links.items():
+                here = self.world.links[i]
+                if name in here.members and here.state != LinkState.DOWN:
+                    self._revoke(link, here.epoch, f"{name} failed: {error}")
+
+    async def replace(self, name: str, why: str) -> None:
+        """End a worker's processes and start new ones in their place, disconnected."""
+        await self._declare_dead(name, why)
+        await self._bury(name)
+
+    async def _declare_dead(self, name: str, why: str) -> None:
+        """A worker's process is gone or silent: leases end, survivors keep all else."""
+        if self._worker(name).undead:
+            return
+        for link, i in self.system.links.items():
+            if name in self.world.links[i].members:
+                self._revoke(link, self.world.links[i].epoch, f"{name} died")
+        source = self._worker(name).state
+        self._apply(Died(name))
+        self._record(name, Kind.FAULT, "died", source, time.monotonic(), why)
+        peers = [n for n in self.system.names if n != name and self._worker(n).live]
+        await asyncio.gather(*(self.ports[n].died(name) for n in peers), return_exceptions=True)
+
+    def _apply(self, event: Event) -> None:
+        self.world, _ = step(self.system, self.world, event)
+
+    def _worker(self, name: str) -> Worker:
+        return self.system.get(self.world, name)
+
+    def _raise(self, what: str, failed: Mapping[str, BaseException]) -> None:
+        if not failed:
+            return
+        name, error = next(iter(failed.items()))
+        lost = [(n, e) for n, e in failed.items() if isinstance(e, WorkerLost)]
+        for dead, cause in sorted(lost, key=lambda item: not self._trains(item[0])):
+            kind = TrainerLost if self._trains(dead) else WorkerLost
+            raise kind(f"{dead} was lost during {what!r}: {cause}") from cause
+        if isinstance(error, Refused | EffectFailed):
+            raise error
+        if isinstance(error, FsmError):
+            raise ActionFailed(f"{name}: {what} failed: {error}") from error
+        raise error
+
+    def _story(self, error: BaseException | None, ok: bool) -> str | None:
+        return None if ok or error is None else f"{type(error).__name__}: {error}"
+
+    def _record(
+        self,
+        name: str,
+        kind: Kind,
+        trigger: str,
+        source: State,
+        began: float,
+        error: str | None,
+    ) -> None:
+        worker = self._worker(name)
+        epoch = max(worker.epochs, default=0)
+        for rank in range(self.ports[name].ranks):
+            self.journal.record(
+                worker=name,
+                role=str(self.system.names[name]),
+                rank=rank,
+                kind=kind,
+                trigger=str(trigger),
+                source=str(source),
+                dest=str(worker.state),
+                epoch=epoch,
+                version=str(worker.version) if worker.version else None,
+                seconds=round(time.monotonic() - began, 6),
+                ok=error is None,
+                error=error,
+            )
+
+
+def shares(names: Sequence[str], parts: Sequence[Any], *more: Any) -> dict[str, tuple[Any, ...]]:
+    """Arguments for workers: each gets its part, and all get ``more``."""
+    return {name: (part, *more) for name, part in zip(names, parts, strict=True)}

@@ -1,0 +1,89 @@
+"""The data worker: samples, evaluation sets and rewards; it has no machine, nothing to sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsm_trainer.data.models import ModelSpec, encode_prompt, load_tokenizer, resolve_model
+from fsm_trainer.data.rewards import RewardConfig, RewardPool
+from fsm_trainer.data.sources import DataConfig, DataSource
+from fsm_trainer.data.trajectory import Sample, Status, Trajectory
+
+
+class DataHost:
+    """Draws samples, scores trajectories, and keeps the position in the data."""
+
+    def __init__(
+        self, data: DataConfig, reward: RewardConfig, model: ModelSpec, cache: Path, seed: int
+    ) -> None:
+        self._model = resolve_model(model, cache, seed)
+        self._source = DataSource(data, seed)
+        self._rewards = RewardPool(reward)
+        self._rewards.start()
+
+    def model(self) -> Path:
+        """The folder of the run's model; made here where it has to be made."""
+        return self._model
+
+    def draw(self, prompts: int, copies: int, shards: int) -> list[list[Sample]]:
+        """The next step's samples, dealt to the rollout workers; a group stays together."""
+        samples = self._source.draw(prompts, copies)
+        return _deal([samples[i : i + copies] for i in range(0, len(samples), copies)], shards)
+
+    def evaluation_sets(self) -> list[str]:
+        """The names of the held-out sets."""
+        return list(self._source.evaluation_sets())
+
+    def evaluation(self, name: str, shards: int) -> list[list[Sample]]:
+        """A held-out set, dealt to the rollout workers."""
+        return _deal([[s] for s in self._source.evaluation_sets()[name]], shards)
+
+    def score(self, *shards: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+        """The trajectories of all shards with their rewards, and means over them."""
+        whole = [t for shard in shards for t in shard if t.status is not Status.ABORTED]
+        scored = self._rewards.score(whole)
+        return scored, _means(scored)
+
+    def warmup_pairs(self) -> list[tuple[list[int], list[int]]]:
+        """Prompt and answer of every training sample that has one, in tokens."""
+        tokenizer = load_tokenizer(self._model)
+        eos = int(tokenizer.eos_token_id)
+        samples = self._source.draw(len(self._source), stream="warmup")
+        answered = ((s.prompt, s.answer) for s in samples if s.answer is not None)
+        return [
+            (encode_prompt(tokenizer, prompt), [*encode_prompt(tokenizer, answer), eos])
+            for prompt, answer in answered
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """The position in the data, for a checkpoint."""
+        return self._source.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint was."""
+        self._source.restore(state)
+
+    def close(self) -> None:
+        """End the reward processes."""
+        self._rewards.close()
+
+
+def _deal(groups: Sequence[Sequence[Sample]], shards: int) -> list[list[Sample]]:
+    size, extra = divmod(len(groups), shards)
+    bounds = [i * size + min(i, extra) for i in range(shards + 1)]
+    return [
+        [s for group in groups[a:b] for s in group]
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def _means(scored: Sequence[Trajectory]) -> dict[str, float]:
+    if not scored:
+        return {"reward": 0.0, "count": 0.0}
+    names = {name for t in scored for name in t.info}
+    means = {name: sum(t.info.get(name, 0.0) for t in scored) / len(scored) for name in names}
+    means["reward"] = sum(t.reward or 0.0 for t in scored) / len(scored)
+    means["count"] = float(len(scored))
+    return means

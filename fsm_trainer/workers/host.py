@@ -1,0 +1,131 @@
+"""What every worker process has: a lifecycle, its resources, and actions that the driver calls.
+
+A host knows nothing of Ray: any process that can be called can be one. Transitions and actions come
+one at a time from the driver; ``revoke``, ``died`` and ``status`` may come from another thread
+while they run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsm_trainer.groups.membership import Membership
+from fsm_trainer.groups.rendezvous import Address
+from fsm_trainer.machine.lifecycle import Lifecycle, Report, Resource
+from fsm_trainer.machine.step import Effect
+from fsm_trainer.machine.version import Version
+from fsm_trainer.machine.world import System, Worker, World
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who a process is in the run, and where it meets the others."""
+
+    system: System
+    name: str
+    rank: int
+    ranks: int
+    store: Address
+    link_timeout: float
+    """Seconds that an operation on a link may take."""
+    backend: str
+    """Of links: ``gloo`` or ``nccl``."""
+    scratch: Path
+    """A folder that this process may fill and that nobody else touches."""
+    run_dir: Path
+
+    def membership(self, world: World, effect: Effect) -> Membership:
+        """This worker's place in the epoch of the link that ``effect`` opens."""
+        link = world.links[self.system.links[effect.resource]]
+        members = [n for n in self.system.names if n in link.members]
+        hub = self.system.spec.links[effect.resource].hub
+        members.sort(key=lambda n: self.system.names[n] != hub)  # stable: the hub is rank 0
+        return Membership(
+            effect.resource,
+            effect.epoch,
+            members.index(self.name),
+            len(members),
+            tuple(members),
+            self.backend,
+            self.store,
+            self.link_timeout,
+        )
+
+
+class Status(NamedTuple):
+    """How a process stands, read in the process itself."""
+
+    pid: int
+    worker: Worker
+    groups: tuple[str, ...]
+    """Process groups that torch has registered in it (and in its engine's process)."""
+    resident_bytes: int
+
+
+class Host:
+    """One process of one worker."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.generation = 0
+        self.lifecycle = Lifecycle(place.system, place.name, self.resources())
+
+    def resources(self) -> Mapping[str, Resource]:
+        """The resources of this worker's role by name."""
+        raise NotImplementedError
+
+    def begin(
+        self, trigger: str, epoch: int, version: Version | None, world: World, generation: int
+    ) -> Report:
+        """See :meth:`Lifecycle.begin`; ``generation`` is new for each transition of the run."""
+        self.generation = generation
+        return self.lifecycle.begin(trigger, epoch=epoch, version=version, world=world)
+
+    def acquire(self) -> Report:
+        """See :meth:`Lifecycle.acquire`."""
+        return self.lifecycle.acquire()
+
+    def commit(self) -> Worker:
+        """See :meth:`Lifecycle.commit`."""
+        return self.lifecycle.commit()
+
+    def undo(self) -> Worker:
+        """See :meth:`Lifecycle.undo`."""
+        return self.lifecycle.undo()
+
+    def sever(self, link: str, world: World) -> Worker:
+        """See :meth:`Lifecycle.sever`."""
+        return self.lifecycle.sever(link, world)
+
+    def act(self, action: str, world: World, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Run an action; gives a payload for other workers and a small value for the driver."""
+        work: Callable[..., tuple[Any, Any]] = getattr(self, f"do_{action}")
+        with self.lifecycle.action(action, world):
+            return work(*arguments)
+
+    def died(self, peer: str) -> None:
+        """Learn that a peer's process is dead; leases that it was a member of end at once."""
+        self.lifecycle.peer_died(peer)
+        self.revoke(f"{peer} died")
+
+    def revoke(self, why: str) -> None:
+        """Make every lease worthless at once, so that nothing waits on it; any thread."""
+
+    def status(self) -> Status:
+        """How this process stands; any thread, also while an action runs."""
+        from fsm_trainer.groups.lease import registered_groups
+
+        return Status(os.getpid(), self.lifecycle.worker, registered_groups(), resident_bytes())
+
+    def close(self) -> None:
+        """End what the process started; it is about to exit."""
+
+
+def resident_bytes() -> int:
+    """The resident set of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

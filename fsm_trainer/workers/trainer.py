@@ -1,0 +1,189 @@
+"""Actor and critic: a DeepSpeed trainer behind a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig, WarmupConfig
+from fsm_trainer.data.models import load_tokenizer, pad_token
+from fsm_trainer.data.seeds import derive
+from fsm_trainer.data.trajectory import Trajectory
+from fsm_trainer.groups.lease import Lease
+from fsm_trainer.machine.errors import LeaseExpired
+from fsm_trainer.machine.lifecycle import Resource
+from fsm_trainer.machine.step import Effect
+from fsm_trainer.machine.version import Version
+from fsm_trainer.sync.checksums import checksums
+from fsm_trainer.sync.manifest import Manifest
+from fsm_trainer.sync.push import Sender
+from fsm_trainer.training.batch import collate
+from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
+from fsm_trainer.training.ppo import Advantages, actor_update, critic_update, grpo_update
+from fsm_trainer.training.trainer import ModelTrainer
+from fsm_trainer.training.warmup import Pair, warmup_steps
+from fsm_trainer.workers.effects import Effects
+from fsm_trainer.workers.host import Host, Place
+
+
+class TrainerHost(Host):
+    """What actor and critic share."""
+
+    head: Any
+
+    def __init__(
+        self,
+        place: Place,
+        config: TrainerConfig,
+        model: Path,
+        tokenizer: Path,
+        seed: int,
+        total_steps: int,
+        threads: int,
+        checkpoint: Path | None = None,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self.pad_token, self.seed = pad_token(load_tokenizer(tokenizer)), seed
+        self.trainer = ModelTrainer(
+            self.head,
+            model,
+            config,
+            rank=place.rank,
+            world_size=place.ranks,
+            store=place.store,
+            role=place.name,
+            scratch=place.scratch,
+            seed=seed,
+            total_steps=total_steps,
+        )
+        if checkpoint is not None:
+            self.trainer.load(checkpoint)
+        super().__init__(place)
+
+    def resources(self) -> Mapping[str, Resource]:
+        """Bank, weights and optimizer as the trainer has them; groups under a new generation."""
+
+        def held(name: Any) -> Effects:
+            return Effects(
+                lambda effect: self.trainer.acquire(name, epoch=self.generation),
+                lambda effect: self.trainer.release(name),
+            )
+
+        return {name: held(name) for name in ("bank", "weights", "optimizer", "train_groups")}
+
+    def generator(self, step: int) -> torch.Generator:
+        """The step's random stream, the same on every rank and after a resume."""
+        return torch.Generator().manual_seed(derive(self.seed, self.place.name, step))
+
+    def do_save(self, directory: Path) -> tuple[None, None]:
+        """Write a checkpoint of this role."""
+        self.trainer.save(directory)
+        return None, None
+
+
+class CriticHost(TrainerHost):
+    """The value model."""
+
+    head = "value"
+
+    def do_values(
+        self, trajectories: Sequence[Trajectory], config: PPOConfig, step: int
+    ) -> tuple[Advantages, dict[str, float]]:
+        """Estimate advantages, then train towards the returns."""
+        batch = collate(trajectories, self.pad_token)
+        return critic_update(self.trainer, batch, config, self.generator(step))
+
+
+class ActorHost(TrainerHost):
+    """The policy, and the hub of the link."""
+
+    head = "policy"
+
+    def __init__(self, place: Place, *arguments: Any, **named: Any) -> None:
+        self._lease: Lease | None = None
+        self._sender = Sender()
+        super().__init__(place, *arguments, **named)
+
+    def resources(self) -> Mapping[str, Resource]:
+        """As every trainer's, and the link; its source is rank 0."""
+        return {**super().resources(), "link": Effects(self._open, self._close)}
+
+    def _open(self, effect: Effect) -> None:
+        if self.place.rank == 0:
+            membership = self.place.membership(self.lifecycle.world, effect)
+            self._lease = Lease.open(membership, str(self.trainer.device))
+
+    def _close(self, effect: Effect) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close()
+
+    def revoke(self, why: str) -> None:
+        """End the lease; a push that waits on it raises."""
+        lease = self._lease
+        if lease is not None:
+            lease.revoke(why)
+
+    def manifest(self, bucket_bytes: int) -> Manifest:
+        """What a push carries; needs the weights on the device."""
+        return Manifest.of(self.trainer.named_weights(), bucket_bytes)
+
+    def checksums(self) -> Mapping[str, str]:
+        """A checksum per tensor of the weights; needs them on the device."""
+        return checksums(self.trainer.named_weights())
+
+    def do_push(self, manifest: Manifest, version: Version) -> tuple[None, tuple[int, float]]:
+        """Send the weights; gives bytes and seconds."""
+        weights = self.trainer.named_weights()
+        lease = self._lease
+        if self.place.rank > 0:
+            for _ in weights:  # ranks gather shards together
+                pass
+            return None, (0, 0.0)
+        if lease is None:
+            raise LeaseExpired("link", 0, "it was given up before the push began")
+        report = self._sender.send(lease, weights, manifest, version=version)
+        return None, (report.bytes, report.seconds)
+
+    def do_warm_up(
+        self, pairs: Sequence[tuple[list[int], list[int]]], config: WarmupConfig, folder: Path
+    ) -> tuple[None, dict[str, float]]:
+        """Learn known answers, then begin reinforcement learning with a fresh optimizer.
+
+        Writes the warmed-up model into ``folder``: the critic starts from it.
+        """
+        generator = self.generator(0)
+        ramp = ScheduleConfig(warmup_steps=config.ramp_steps)
+        self.trainer.begin(config.learning_rate, ramp, config.steps)
+        metrics = warmup_steps(
+            self.trainer,
+            [Pair(prompt, answer) for prompt, answer in pairs],
+            config.steps,
+            config.batch_size,
+            generator,
+            pad_token=self.pad_token,
+        )
+        self.trainer.begin()
+        self.trainer.export(folder)
+        return None, metrics
+
+    def do_train(
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: Advantages | None,
+        config: PolicyConfig,
+        step: int,
+    ) -> tuple[None, dict[str, float]]:
+        """One step of PPO or GRPO; the first one freezes the reference."""
+        if not self.trainer.has_reference:
+            self.trainer.snapshot_reference()
+        batch = collate(trajectories, self.pad_token)
+        generator = self.generator(step)
+        if isinstance(config, GRPOConfig):
+            return None, grpo_update(self.trainer, batch, config, generator)
+        if advantages is None:
+            raise ValueError("PPO needs the critic's advantages")
+        return None, actor_update(self.trainer, batch, advantages.advantages, config, generator)

@@ -158,6 +158,7 @@ class ModelTrainer:
         self._groups.forget()
         self._bank.close()
         self._reference, self.steps = self._no_reference(), 0
+        self.held.clear()
         gc.collect()  # the engine and its hooks refer to each other
         trim()
 

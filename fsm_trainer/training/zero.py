@@ -103,8 +103,12 @@ class ZeroEngine:
         return float(self._engine.get_global_grad_norm())
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, those of an unfinished accumulation too."""
+        """Forget all gradients, those of an unfinished or broken accumulation too."""
         self._engine.optimizer.zero_grad()
+        if self._stage > 0:
+            self._engine.optimizer.exit_backward()
+        if self._stage in (1, 2):
+            _forget_reductions(self._engine.optimizer)
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -191,6 +195,20 @@ def weights_of(module: torch.nn.Module) -> list[torch.UntypedStorage]:
     parameters = list(module.parameters())
     partitions = [vars(parameter).get("ds_tensor") for parameter in parameters]
     return storages_under([p.data for p in parameters], partitions, list(module.buffers()))
+
+
+def _forget_reductions(optimizer: Any) -> None:
+    """What ZeRO 1 and 2 keep of a step outside of ``grad``, and clear only when one succeeds."""
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+    optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+    for kept in (optimizer.all_grad_tensors, optimizer.averaged_gradients):
+        for group in kept:
+            kept[group] = None
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.clear()
+    optimizer._release_ipg_buffers()
 
 
 def _finite(value: float) -> bool:

@@ -155,18 +155,25 @@ def two_ranks(rank: Rank) -> dict[str, Any]:
     return result
 
 
-def lose_a_peer(rank: Rank, model: Path) -> str:
-    """Rank 1 goes away between two steps; say what rank 0's next step raises."""
-    trainer = rank.start(rank.trainer(model, timeout=5.0))
+def lose_a_peer(rank: Rank, model: Path) -> dict[str, Any]:
+    """Rank 1 goes away between two steps and comes back; rank 0 waits for it in a step."""
+    straight = rank.start(rank.trainer(model))
+    train(straight, 0)
+    train(straight, 1)
+    expected = straight.checksum()
+    rank.stop(straight)
+
+    trainer, error = rank.start(rank.trainer(model, timeout=5.0)), ""
     train(trainer, 0)
-    if rank.rank == 1:
-        trainer.release("train_groups")
-        return "gone"
-    try:
-        train(trainer, 1)
-    except PeerLost as error:
-        return str(error)
-    return "nothing"
+    if rank.rank == 0:
+        try:
+            train(trainer, 1)
+        except PeerLost as lost:
+            error = str(lost)
+    rank.sleep(trainer)
+    rank.wake(trainer)
+    train(trainer, 1)
+    return {"error": error, "recovered": trainer.checksum() == expected}
 
 
 def run_ranks(scenario: str, world: int, folder: Path, **environment: str) -> list[Any]:

@@ -140,14 +140,17 @@ def test_the_optimizer_alone_can_leave_while_groups_and_weights_stay(
     assert trainer.checksum() == expected
 
 
-def test_an_unfinished_step_leaves_nothing_behind_after_a_sleep(rank: Rank, model: Path) -> None:
-    straight = rank.start(rank.trainer(model))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_unfinished_step_leaves_nothing_behind_after_a_sleep(
+    rank: Rank, model: Path, stage: int
+) -> None:
+    straight = rank.start(rank.trainer(model, zero_stage=stage))
     train(straight, 0)
     train(straight, 1)
     expected = straight.checksum()
     rank.stop(straight)
 
-    trainer = rank.start(rank.trainer(model))
+    trainer = rank.start(rank.trainer(model, zero_stage=stage))
     train(trainer, 0)
     trainer.backward(policy_loss(trainer, 7, 0, 0), last=False)
     rank.sleep(trainer)

@@ -59,9 +59,14 @@ def test_the_check_sees_a_heavy_module() -> None:
     assert loaded(["asyncio"], ["asyncio"], absent=False) == ["asyncio"]
 
 
-@pytest.mark.parametrize("part", ["machine", "verify", "data", "runtime", "cli"])
+@pytest.mark.parametrize("part", ["machine", "verify", "data", "cli"])
 def test_every_light_module_is_imported_where_nothing_heavy_is_installed(part: str) -> None:
     assert loaded(names_in(part), HEAVY, absent=True) == []
+
+
+def test_the_driver_and_its_modules_need_ray_but_no_torch() -> None:
+    without_ray = [name for name in HEAVY if name != "ray"]
+    assert loaded(names_in("runtime"), without_ray, absent=True) == []
 
 
 def test_the_machine_needs_no_event_loop() -> None:

@@ -114,13 +114,15 @@ class Cluster:
             )
         else:
             ray.init(address=config.address, log_to_driver=False, configure_logging=False)
-        self._actor = ray.remote(concurrency_groups={CONTROL: CONTROL_THREADS})(_Process)
+        remote: Any = ray.remote
+        self._actor = remote(concurrency_groups={CONTROL: CONTROL_THREADS})(_Process)
         self._bundles = [dict(bundle) for bundle in bundles]
 
     @property
     def host(self) -> str:
         """The address of this node, as the others reach it."""
-        return str(ray.util.get_node_ip_address())
+        address: Any = ray.util.get_node_ip_address
+        return str(address())
 
     async def reserve(self, seconds: float) -> None:
         """Reserve all devices at once; raises CapabilityMissing where they don't exist."""
@@ -128,7 +130,8 @@ class Cluster:
         try:
             await asyncio.wait_for(self._group.ready(), seconds)
         except TimeoutError:
-            have = ray.cluster_resources()
+            resources: Any = ray.cluster_resources
+            have = resources()
             need = {k: sum(b.get(k, 0) for b in self._bundles) for k in ("CPU", "GPU")}
             raise CapabilityMissing(
                 f"the cluster did not grant {need} in {seconds:g} s; it has "

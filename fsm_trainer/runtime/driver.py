@@ -211,7 +211,8 @@ class Driver:
         self.progress.numbers |= {**means, "train/reward": scored.value["reward"]}
 
     async def _evaluate(self) -> None:
-        names, numbers = self._names("evaluate"), {}
+        names = self._names("evaluate")
+        numbers: dict[str, float] = {}
         seed = derive(self.config.seed, "evaluation")
         temperature = self.config.evaluation.temperature
         sets = await self.data.evaluation(len(names))
@@ -270,7 +271,7 @@ class Driver:
         return algorithm.critic_warmup_steps if isinstance(algorithm, PPOConfig) else 0
 
     async def push(self) -> None:
-        """Push the actor's weights to all rollout workers; the first push is verified bit by bit."""
+        """Push the actor's weights to all rollout workers; the first is verified bit by bit."""
         ports = self.reconciler.ports
         if self._manifest is None:
             self._manifest = await ports["actor"].call("manifest", self.config.link.bucket_bytes)

@@ -199,10 +199,8 @@ class _Launch:
         return None if position is None else self.checkpoints.folder(position.step, str(role))
 
     def _trainer_settings(self, role: Role) -> RoleConfig:
-        critic = self.run_config.critic
-        return (
-            critic if role is Role.CRITIC and critic is not None else self.run_config.config.actor
-        )
+        run = self.run_config
+        return run.critic if role is Role.CRITIC and run.critic else run.config.actor
 
     async def _train(
         self,

@@ -1,15 +1,15 @@
 """The reconciler: brings the workers to where a phase wants them, by the planner's moves.
 
-It owns the composed world of the run, and writes it by ``step`` alone, between awaits; so a grant of
-the ledger is atomic, and whoever reads meanwhile sees a moving worker as moving. Recovery is the
-same code: a fault changes the world, and the next plan starts from there.
+It owns the composed world of the run, and writes it by ``step`` alone, between awaits; so a grant
+of the ledger is atomic, and whoever reads meanwhile sees a moving worker as moving. Recovery is
+the same code: a fault changes the world, and the next plan starts from there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import structlog
@@ -282,7 +282,7 @@ class Reconciler:
         return {n: t.exception() or t.result() for n, t in tasks.items()}
 
     async def _broken(
-        self, name: str, error: BaseException | None, others: set[asyncio.Future[Any]]
+        self, name: str, error: BaseException | None, others: Collection[object]
     ) -> None:
         if isinstance(error, WorkerLost):
             await self._declare_dead(name, str(error))

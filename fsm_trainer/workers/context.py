@@ -88,7 +88,7 @@ class Context:
             Finish.LENGTH: Status.TRUNCATED,
             Finish.ABORT: Status.ABORTED,
         }[completion.finish]
-        text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        text = self.tokenizer.decode(list(completion.tokens), skip_special_tokens=True)
         return Trajectory(
             sample=sample,
             tokens=np.array([*prompt, *completion.tokens], dtype=np.int32),

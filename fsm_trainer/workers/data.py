@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,7 @@ class DataHost:
 def _deal(groups: Sequence[Sequence[Sample]], shards: int) -> list[list[Sample]]:
     size, extra = divmod(len(groups), shards)
     bounds = [i * size + min(i, extra) for i in range(shards + 1)]
-    return [
-        [s for group in groups[a:b] for s in group]
-        for a, b in zip(bounds, bounds[1:], strict=False)
-    ]
+    return [[s for group in groups[a:b] for s in group] for a, b in pairwise(bounds)]
 
 
 def _means(scored: Sequence[Trajectory]) -> dict[str, float]:

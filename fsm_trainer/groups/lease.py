@@ -201,15 +201,24 @@ class Lease:
             if left <= 0:
                 raise self._failed(what, began, "no answer in time")
             try:
-                done = self._poll(self._works[key], min(WATCH / 2, left))
+                done = self._done(key, min(WATCH / 2, left))
             except RuntimeError as error:
                 raise self._failed(what, began, str(error)) from error
             if done:
                 break
-        del self._works[key]
+        self._works.pop(key, None)
         # After an abort a collective may end without an error: its result counts only if the
         # lease is still good now.
         self._good(what)
+
+    def _done(self, key: int, seconds: float) -> bool:
+        # Gone when the lease's thread has freed an ended lease meanwhile.
+        work = self._works.get(key)
+        try:
+            return work is not None and self._poll(work, seconds)
+        finally:
+            # An exception keeps its frames, and a work keeps the group's sockets.
+            del work
 
     def _good(self, what: str) -> None:
         if self._end is not None:

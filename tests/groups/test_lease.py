@@ -160,6 +160,9 @@ def test_revoke_from_another_thread_ends_a_blocked_broadcast_for_all(world: Worl
         assert "the driver says so" in text
     # Far less than the operation's timeout of 5 s.
     assert time.monotonic() - began < 3.0
+    # The source, idle until now, hears of it within a watch interval.
+    while processes[0].call(members.usable).get() and time.monotonic() - began < 3.0:
+        time.sleep(0.05)
     assert processes[0].call(members.broadcast, 4).get()[0] == "LeaseExpired"
 
 

@@ -65,6 +65,16 @@ def _unblocked(system: System, world: World, effect: Effect) -> bool:
     return True
 
 
+def arriving(system: System, world: World, name: str) -> frozenset[str]:
+    """What a worker may acquire now, so may hold before it tells: nothing before the barrier."""
+    worker = system.get(world, name)
+    due = next_effect(system, world, name, worker)
+    if worker.dest is None or due is None or due.op is Op.RELEASE:
+        return frozenset()
+    target = system.table(name).holds[worker.dest]
+    return frozenset(target) if _unblocked(system, world, due) else frozenset()
+
+
 def joint_of(system: System, name: str, worker: Worker) -> str | None:
     """The link whose ends the worker moves with."""
     edge = system.table(name).edge(worker.move or "", worker.state)

@@ -42,6 +42,7 @@ from fsm_trainer.machine.events import (
 )
 from fsm_trainer.machine.legal import (
     action_refusals,
+    arriving,
     described,
     enabled,
     falling,
@@ -166,7 +167,7 @@ def _done(system: System, world: World, event: Done) -> World:
         torn = _receives(system, effect.worker, effect.resource)
         version = None if torn else worker.version
         world = system.put(world, effect.worker, worker._replace(version=version))
-    return _fall(system, world, effect.worker) if falls else world
+    return _fall(system, world, effect.worker, world) if falls else world
 
 
 def _receives(system: System, name: str, resource: str) -> bool:
@@ -220,27 +221,27 @@ def _undo(system: System, world: World, event: Undo) -> World:
     if worker.move is None:
         _refuse(system, world, Begin("undo", (event.worker,)), ["it is in no transition"])
     link = joint_of(system, event.worker, worker)
+    before = world
     if link is None:
-        return _fall(system, world, event.worker)
+        return _fall(system, world, event.worker, before)
     movers = [n for n in movers_of(system, world, link) if system.within(n)]
     world = _link_moves(system, world, link, "break")
     for name in movers if worker.move == Trigger.CONNECT else [event.worker]:
-        world = _fall(system, world, name)
+        world = _fall(system, world, name, before)
     return _close(system, world, link)
 
 
-def _fall(system: System, world: World, name: str) -> World:
+def _fall(system: System, world: World, name: str, before: World) -> World:
     """Turn a worker towards the largest state that what it keeps still makes true.
 
     It keeps what both its committed state and it hold, less a link whose lease is no longer good.
     An undo acquires nothing: what a mixed transition had released already is not taken back, the
-    planner will ask for it if it's wanted. What it was about to acquire may arrive all the same,
-    so its claim stays until the worker has settled.
+    planner will ask for it if it's wanted. What it could acquire ``before`` may arrive all the
+    same, so its claim stays until the worker has settled.
     """
     worker = system.get(world, name)
     table = system.table(name)
-    due = next_effect(system, world, name, worker)
-    late = {due.resource} if due is not None and due.op is Op.ACQUIRE else set()
+    late = arriving(system, before, name)
     bad = {k for k in system.links if not system.lease(world, name, k)}
     dest = table.largest_state(worker.held & frozenset(table.holds[worker.state]) - bad)
     return system.put(world, name, worker._replace(dest=dest, undead=worker.undead | late))
@@ -353,21 +354,22 @@ def _sever(system: System, world: World, event: Sever) -> World:
         )  # fmt: skip
         raise Refused(event.worker, described(worker), Trigger.SEVER, [why])
     world = system.put(world, event.worker, worker._replace(move=Trigger.SEVER))
-    return _fall(system, world, event.worker)
+    return _fall(system, world, event.worker, world)
 
 
 def _died(system: System, world: World, event: Died) -> World:
-    ghost = system.claim(world, event.worker)
-    movers = {k: movers_of(system, world, k) for k in system.links}  # before it is gone
+    dead = system.get(world, event.worker)
+    ghost = dead.held | dead.undead | arriving(system, world, event.worker)
+    before, movers = world, {k: movers_of(system, world, k) for k in system.links}
     nobody = Worker(epochs=(0,) * len(system.links), live=not event.lost, undead=ghost)
     world = system.put(world, event.worker, nobody)
     for link, i in system.links.items():
-        if event.worker not in world.links[i].members:
+        if event.worker not in world.links[i].members.union(movers[link]):
             continue
         world = _link_moves(system, world, link, "break")
         for name in movers[link]:  # the dead will not release what they wait for
             if name != event.worker and system.within(name):
-                world = _fall(system, world, name)
+                world = _fall(system, world, name, before)
         world = _close(system, world, link)
     return world
 

@@ -17,7 +17,7 @@ from fsm_trainer.machine.errors import Refused
 from fsm_trainer.machine.legal import movers_of
 from fsm_trainer.machine.names import LinkState, Role, State
 from fsm_trainer.machine.planner import unmet
-from fsm_trainer.machine.world import System, World
+from fsm_trainer.machine.world import System, Worker, World
 
 SERVES = ("generate", "evaluate")
 Late = frozenset[s.Effect]
@@ -87,9 +87,16 @@ def edges(system: System, node: Node, jobs: int) -> Iterator[Edge]:
             yield Edge(f"{name}: joined", s.Joined(name), True)
 
 
-def after(system: System, node: Node, event: s.Event) -> Iterator[Node]:
-    """The nodes after an event: what was under way in who begins to fall may report late."""
+def after(system: System, node: Node, event: s.Event, fine: bool) -> Iterator[Node]:
+    """The nodes after an event: what was under way in who begins to fall may report late.
+
+    Unless ``fine``, one worker's own move runs to its end at once.
+    """
     world = s.advance(system, node.world, event)
+    if not fine and isinstance(event, s.Begin) and event.trigger not in ("connect", "disconnect"):
+        while due := [e for e in s.enabled(system, world) if e.worker in event.workers]:
+            world = s.advance(system, world, s.Done(due[0]))
+        world = s.advance(system, world, s.Commit(event.workers))
     reported = event.effect if isinstance(event, (s.Done, s.Failed)) else None
     dead = {n for n in system.names if system.get(world, n).move is None}
     late = frozenset(e for e in node.late if e != reported and e.worker not in dead)
@@ -211,7 +218,9 @@ def half_pushed(system: System, before: World, event: s.Event, world: World) -> 
     return ""
 
 
-def explore(system: System, jobs: int = 2, limit: int = 400_000) -> Result:
+def explore(
+    system: System, *, fine: bool = True, jobs: int = 1, limit: int = 400_000
+) -> Result:
     """Visit every node; stop at the first violation, deadlock, or phase out of reach."""
     start = canonical(system, Node(system.initial()))
     index, result = {start: 0}, Result([start])
@@ -232,7 +241,7 @@ def explore(system: System, jobs: int = 2, limit: int = 400_000) -> Result:
         node, alive = result.nodes[at], False
         for label, event, fault in edges(system, node, jobs):
             try:
-                successors = list(after(system, node, event))
+                successors = list(after(system, node, event, fine))
             except Refused as refused:
                 if isinstance(event, (s.Done, s.Failed)):
                     return failed(at, f"a due report is refused: {refused}", label)
@@ -260,23 +269,23 @@ def explore(system: System, jobs: int = 2, limit: int = 400_000) -> Result:
             return failed(at, "deadlock")
         if len(result.nodes) > limit:
             return failed(at, "too many states")
-    return recoverable(system, result, back, failed)  # type: ignore[arg-type]
-
-
-def recoverable(system: System, result: Result, back: list[list[int]], failed: object) -> Result:
     for name, phase in system.spec.phases.items():
         good = {
             i
             for i, n in enumerate(result.nodes)
             if not n.late and not unmet(system, n.world, phase)
         }
-        todo = list(good)
-        while todo:
-            new = set(back[todo.pop()]) - good
+        walk = list(good)
+        while walk:
+            new = set(back[walk.pop()]) - good
             good |= new
-            todo += new
+            walk += new
         for i, node in enumerate(result.nodes):
-            lost = not any(system.get(node.world, n).live for n in system.names if "rollout" in n)
-            if i not in good and not lost:
-                return failed(i, f"phase {name} is out of reach")  # type: ignore[operator, no-any-return]
+            left = any(w.live for n, w in named(system, node.world) if "rollout" in n)
+            if i not in good and left:
+                return failed(i, f"phase {name} is out of reach")
     return result
+
+
+def named(system: System, world: World) -> list[tuple[str, Worker]]:
+    return list(zip(system.names, world.workers, strict=True))

@@ -1,0 +1,125 @@
+"""The properties of `states/system.yaml` hold in every state of the composed system.
+
+In any order: the guards alone must protect whoever embeds the machine. Each break of the code
+below makes a property fail, so the properties are not empty.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fsm_trainer.machine import legal
+from fsm_trainer.machine import step as s
+from fsm_trainer.machine.names import LinkState
+from fsm_trainer.machine.spec import load, schedules
+from fsm_trainer.machine.world import System, World
+from tests.machine.explore import explore
+
+
+def system(schedule: str, rollouts: int = 1) -> System:
+    return System.of(load(schedule), rollouts)
+
+
+@pytest.mark.parametrize("schedule", schedules())
+def test_every_state_is_safe_and_every_phase_can_be_reached_again(schedule: str) -> None:
+    result = explore(system(schedule), fine=False)
+    assert result.violation == "", result.trace
+    # Nothing is proved of what is never reached.
+    for name, role in system(schedule).names.items():
+        table = system(schedule).spec.roles[role]
+        for move in [t.trigger for t in table.transitions if t.joint is None]:
+            assert f"{name}: {move}" in result.labels
+        for action in [a.name for a in table.actions.values() if a.joint is None]:
+            assert f"{name}: {action} ended True" in result.labels
+    assert {"pushed True", "pushed False", "rollout-0: sever", "actor: sever"} <= result.labels
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("schedule", schedules())
+def test_every_state_is_safe_between_any_two_effects(schedule: str) -> None:
+    result = explore(system(schedule), fine=True)
+    assert result.violation == "", result.trace
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("schedule", schedules())
+def test_every_state_of_two_rollout_workers_is_safe(schedule: str) -> None:
+    result = explore(system(schedule, 2), fine=False)
+    assert result.violation == "", result.trace
+
+
+def violation(schedule: str, rollouts: int = 1, fine: bool = False) -> str:
+    return explore(system(schedule, rollouts), fine=fine, limit=20_000).violation
+
+
+def test_without_a_fall_of_the_peers_a_connect_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s, "movers_of", lambda *_: [])
+    assert violation("disaggregated") != ""
+
+
+def test_without_the_barrier_a_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(legal, "_unblocked", lambda *_: True)
+    assert violation("colocated_critic")[:2] in ("3:", "4:")
+
+
+def test_without_the_lease_check_a_broken_push_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        System, "lease", lambda self, world, name, link: any(self.get(world, name).epochs)
+    )
+    assert violation("disaggregated") != ""
+
+
+def test_without_the_lease_check_after_a_push_half_of_it_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    acted = s._acted
+
+    def unchecked(system: System, world: World, event: s.Acted) -> World:
+        up = tuple(k._replace(state=LinkState.UP) for k in world.links)
+        return acted(system, world._replace(links=up), event)._replace(links=world.links)
+
+    monkeypatch.setitem(s._STEPS, s.Acted, unchecked)
+    assert violation("disaggregated").startswith("6:")
+
+
+def test_without_the_ghosts_claim_two_are_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(System, "claim", lambda *_: frozenset())
+    assert explore(system("disaggregated_critic"), fine=False).violation == ""  # nobody notices
+    monkeypatch.undo()
+
+
+def test_without_a_release_a_sever_leaves_a_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(system: System, world: World, event: s.Sever) -> World:
+        world = s._sever(system, world, event)
+        worker = system.get(world, event.worker)
+        return system.put(world, event.worker, worker._replace(move=None, state=worker.dest))
+
+    monkeypatch.setitem(s._STEPS, s.Sever, kept)
+    assert violation("disaggregated")[:2] in ("1:", "8:")
+
+
+def test_a_push_that_does_not_tear_lets_old_weights_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(system: System, world: World, event: s.Act) -> World:
+        versions = [w.version for w in world.workers]
+        after = s._act(system, world, event)
+        workers = [w._replace(version=v) for w, v in zip(after.workers, versions, strict=True)]
+        return after._replace(workers=tuple(workers))
+
+    monkeypatch.setitem(s._STEPS, s.Act, whole)
+    assert violation("disaggregated").startswith("6:")
+
+
+def test_without_the_claim_of_what_arrives_late_a_device_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fall = s._fall
+
+    def forgetful(system: System, world: World, name: str, before: World) -> World:
+        world = fall(system, world, name, before)
+        worker = system.get(world, name)
+        return system.put(world, name, worker._replace(undead=frozenset()))
+
+    monkeypatch.setattr(s, "_fall", forgetful)
+    assert violation("disaggregated_critic", fine=True) != ""

@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fsm_trainer.algorithms.config import PPOConfig
 from fsm_trainer.groups.lease import registered_groups
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.machine.errors import ConfigError, PeerLost, Refused, SelfCheckFailed
 from fsm_trainer.training.config import OffloadConfig, ScheduleConfig
 from fsm_trainer.training.port import ModelPort
+from fsm_trainer.training.ppo import actor_update
 from fsm_trainer.training.trainer import ModelTrainer
 from tests.training.ranks import (
     VOCABULARY,
@@ -115,6 +117,17 @@ def test_offloading_to_host_memory_changes_nothing_either(rank: Rank, model: Pat
     rank.sleep(trainer)
     rank.wake(trainer)
     assert trainer.checksum() == before
+
+
+def test_recomputing_activations_changes_nothing_but_memory(rank: Rank, model: Path) -> None:
+    outcomes = []
+    for recompute in (False, True):
+        trainer = rank.start(rank.trainer(model, activation_checkpointing=recompute))
+        assert trainer._module.is_gradient_checkpointing == recompute
+        losses = train(trainer, 0) + train(trainer, 1)
+        outcomes.append((losses, trainer.checksum()))
+        rank.stop(trainer)
+    assert outcomes[0] == outcomes[1]
 
 
 def test_the_optimizer_alone_can_leave_while_groups_and_weights_stay(
@@ -276,6 +289,25 @@ def test_a_checkpoint_of_another_stage_is_refused(rank: Rank, model: Path, tmp_p
     with pytest.raises(ConfigError, match="written with zero_stage 1, this run has 2"):
         rank.start(other)
     assert registered_groups() == ()
+
+
+def test_the_first_ppo_update_meets_its_own_policy_at_ratio_one_and_kl_zero(
+    rank: Rank, model: Path
+) -> None:
+    trainer = rank.start(rank.trainer(model, micro_batch=3))
+    trainer.snapshot_reference()
+    batch, before = make_batch(1, rows=8), trainer.checksum()
+    config = PPOConfig(minibatches=2)
+    advantages = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(0))
+
+    first = actor_update(trainer, batch, advantages, config, torch.Generator().manual_seed(0))
+    second = actor_update(trainer, batch, advantages, config, torch.Generator().manual_seed(0))
+
+    assert first["check/ratio_drift"] == 0.0
+    assert first["train/kl"] == 0.0
+    assert second["check/ratio_drift"] == 0.0
+    assert second["train/kl"] != 0.0
+    assert (trainer.steps, trainer.checksum() != before) == (4, True)
 
 
 def test_a_value_model_starts_at_zero_learns_and_keeps_its_head(

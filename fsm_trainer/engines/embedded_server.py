@@ -8,6 +8,7 @@ two decoding steps it takes what is queued. Preconditions are the client's (`adm
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import queue
 import signal
@@ -170,6 +171,8 @@ class EmbeddedServer:
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         self._max_tokens = max_tokens
         self._replica = Replica(folder, dtype, device)
+        # What the imports made lives as long as the process: no collection need look at it again.
+        gc.freeze()
         return self._replica.specs
 
     def _acquire(self, tag: Tag) -> None:
@@ -185,11 +188,12 @@ class EmbeddedServer:
         if tag is Tag.WEIGHTS:
             self._decoder = None
             self._started.release()
+        else:
+            self._started.give_back_memory()
 
     def _flush(self) -> None:
         if self._decoder is not None:
             self._decoder.clear()
-            self._started.give_back_memory()
 
     def _join(self, membership: Membership) -> None:
         from fsm_trainer.groups.lease import Lease

@@ -87,14 +87,8 @@ class RolloutHost(Host):
         if verify:
             self.engine.reset_weights()
         self.engine.begin_update(manifest)
-        complete = False
-        try:
-            self.engine.receive()
-            complete = True
-        finally:
-            if complete:
-                self.engine.end_update(version)
-        self.engine.flush()
+        self.engine.receive()
+        self.engine.end_update(version)
         return None, None
 
     def do_generate(

@@ -1,0 +1,328 @@
+"""``explain`` and ``trace``: would a worker do this, and did a run do what the tables say?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from fsm_trainer.cli.shell import (
+    Json,
+    Rollouts,
+    Schedule,
+    States,
+    chosen,
+    command,
+    console,
+    print_json,
+)
+from fsm_trainer.cli.tables import DEFAULT_SCHEDULE
+from fsm_trainer.document import Document
+from fsm_trainer.machine.errors import ConfigError, JournalError, Refused
+from fsm_trainer.machine.names import LinkState, Role, State, Trigger
+from fsm_trainer.machine.planner import Planner
+from fsm_trainer.machine.spec import Phase, Spec, load
+from fsm_trainer.machine.step import (
+    Act,
+    Begin,
+    Done,
+    action_refusals,
+    advance,
+    enabled,
+    joint_ends,
+    refusals,
+)
+from fsm_trainer.machine.version import Version
+from fsm_trainer.machine.world import Link, System, Worker, World
+from fsm_trainer.runtime.journal import Entry, Kind, read_journal
+from fsm_trainer.verify.conformance import check_journal
+
+JOURNAL = "journal.jsonl"
+
+
+class Standing(NamedTuple):
+    """Where a worker stands: its settled state, the epoch of its link, its weights' version."""
+
+    state: State
+    epoch: int = 0
+    version: Version | None = None
+
+
+class Answer(NamedTuple):
+    """What a worker would say."""
+
+    workers: tuple[str, ...]
+    """Who would move or act together."""
+    because: dict[str, list[str]]
+    """Why not, for each of them that refuses; empty: they would do it."""
+    effects: list[str]
+    needs: str
+    after: list[str] | None
+    """The moves after which it would be legal, if there are any."""
+
+
+@command
+def explain(
+    worker: Annotated[
+        str, typer.Argument(metavar="WORKER", help="Such as actor, critic, rollout-0.")
+    ],
+    asked: Annotated[
+        str,
+        typer.Argument(metavar="TRIGGER_OR_ACTION", help="Such as connect, sleep, generate, push."),
+    ],
+    schedule: Schedule = None,
+    rollouts: Rollouts = 2,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state",
+            metavar="WORKER=STATE[@LINEAGE.NUMBER]",
+            help="Where a worker stands, and the version of its weights; may be repeated.",
+        ),
+    ] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option("--journal", metavar="FILE", help="Stand where the workers of a run stood."),
+    ] = None,
+    at: Annotated[
+        int | None,
+        typer.Option("--at", min=1, metavar="SEQ", help="After this seq; default: at the end."),
+    ] = None,
+    states: States = None,
+    as_json: Json = False,
+) -> None:
+    """Say if a worker would do it, and why not.
+
+    Says which parts of the guard are false and which moves would make it legal. The workers stand
+    at the beginning of a run, unless --state or --journal say otherwise.
+    """
+    standing: dict[str, Standing] = {}
+    roles: dict[str, Role] | None = None
+    if journal is not None:
+        path, entries = _journal(journal)
+        roles = {e.worker: Role(e.role) for e in entries}
+        standing = _last(path, entries, at)
+        schedule = schedule or _schedule_of(path, roles.values())
+    elif at is not None:
+        raise ConfigError("--at: of which journal? Add --journal FILE")
+    spec = load(schedule or DEFAULT_SCHEDULE, states)
+    system = System(spec, roles) if roles is not None else System.of(spec, rollouts)
+    chosen("WORKER", worker, list(system.names))
+    for text in state or ():
+        name, place = _standing(system, text)
+        standing[name] = place
+    triggers = [str(t) for t in Trigger]
+    actions = {name for table in spec.roles.values() for name in table.actions}
+    chosen("TRIGGER_OR_ACTION", asked, [*triggers, *sorted(actions)])
+    world = world_of(system, standing)
+    answer = answer_for(system, world, worker, asked)
+    here = system.get(world, worker).state
+    if as_json:
+        told = {"worker": worker, "state": str(here), "asked": asked}
+        print_json({**told, "accepted": not answer.because, **answer._asdict()})
+        return
+    _tell(worker, str(here), asked, answer)
+
+
+def _tell(worker: str, state: str, asked: str, answer: Answer) -> None:
+    out = console()
+    if not answer.because:
+        out.print(f"{worker} is {state} and would accept {asked!r}.", style="green")
+        if len(answer.workers) > 1:
+            out.print(f"together: {', '.join(answer.workers)}")
+        for effect in answer.effects:
+            out.print(f"  {effect}")
+        return
+    out.print(f"{worker} is {state} and would refuse {asked!r}:", style="yellow")
+    for name, because in answer.because.items():
+        for reason in because:
+            out.print(f"  {name}: {reason}")
+    if answer.needs:
+        out.print(f"needs: {answer.needs}")
+    if answer.after:
+        out.print(f"it would after: {', '.join(answer.after)}")
+
+
+def answer_for(system: System, world: World, worker: str, asked: str) -> Answer:
+    """Ask the tables; nothing moves."""
+    trigger = asked in list(Trigger)
+    ends = _together(system, world, worker, asked)
+    refuse = refusals if trigger else action_refusals
+    because = {name: found for name in ends if (found := refuse(system, world, asked, name))}
+    needs = ""
+    try:
+        world_after = advance(system, world, Begin(asked, ends) if trigger else Act(asked, ends))
+    except Refused as refused:
+        because.setdefault(refused.worker, list(refused.because))
+        needs = f"{refused.worker} {refused.needs}" if refused.needs else ""
+        return Answer(ends, because, [], needs, _way(system, world, worker, asked, ends))
+    effects = []
+    while due := enabled(system, world_after):
+        effects.append(f"{due[0].worker}: {due[0]}")
+        world_after = advance(system, world_after, Done(due[0]))
+    return Answer(ends, {}, effects, "", None)
+
+
+def _together(system: System, world: World, worker: str, asked: str) -> tuple[str, ...]:
+    """Who moves or acts with a worker."""
+    table = system.table(worker)
+    edges = [t.joint for t in table.transitions if t.trigger == asked and t.joint is not None]
+    action = table.actions.get(asked)
+    ends: Sequence[str] = ()
+    if edges:
+        ends = joint_ends(system, world, edges[0], asked)
+    elif action is not None and action.joint is not None:
+        ends = system.ends(world, system.spec.links[action.joint])
+    return tuple(ends) if worker in ends else (worker,)
+
+
+def _way(
+    system: System, world: World, worker: str, asked: str, ends: Sequence[str]
+) -> list[str] | None:
+    """The moves that would make it legal, as the reconciler would plan them."""
+    if asked in system.table(worker).actions:
+        return _moves(system, world, Phase(asked, {}, asked))
+    edges = {
+        system.names[name]: [t for t in system.table(name).transitions if t.trigger == asked]
+        for name in ends
+    }
+    there = {role: frozenset(t.dest for t in rows) for role, rows in edges.items()}
+    before = {role: frozenset(t.source for t in rows) for role, rows in edges.items()}
+    for wants in (there, before):
+        moves = _moves(system, world, Phase(asked, wants, None)) or []
+        names = [move.partition("(")[0] for move in moves]
+        if asked in names:
+            return moves[: names.index(asked)] or None
+    return moves or None
+
+
+def _moves(system: System, world: World, phase: Phase) -> list[str] | None:
+    try:
+        return [str(move) for move in Planner(system).plan(world, phase)] or None
+    except Refused:
+        return None
+
+
+def world_of(system: System, standing: dict[str, Standing]) -> World:
+    """The world in which each worker is settled where it is said to stand.
+
+    A link is up if all who ever held its newest epoch still do.
+    """
+    newest = max((place.epoch for place in standing.values()), default=0)
+    workers = []
+    for name in system.names:
+        place = standing.get(name, Standing(State.DISCONNECTED))
+        held = frozenset(system.table(name).holds[place.state])
+        epochs = tuple(place.epoch if link in held else 0 for link in system.links)
+        workers.append(Worker(place.state, held, epochs=epochs, version=place.version))
+    links = []
+    for i, link in enumerate(system.links):
+        holders = {n for n, w in zip(system.names, workers, strict=True) if w.epochs[i]}
+        broken = any(w.epochs[i] not in (0, newest) for w in workers) or not _both_ends(
+            system, link, holders
+        )
+        up = LinkState.BROKEN if broken else LinkState.UP
+        links.append(Link(up if holders else LinkState.DOWN, newest, frozenset(holders)))
+    lineage = max((w.version.lineage for w in workers if w.version), default=0)
+    return World(tuple(workers), tuple(links), lineage)
+
+
+def _both_ends(system: System, link: str, holders: set[str]) -> bool:
+    spec = system.spec.links[link]
+    return {spec.hub, spec.spokes} <= {system.names[name] for name in holders}
+
+
+def _standing(system: System, text: str) -> tuple[str, Standing]:
+    parsed = re.fullmatch(r"([^=@]+)=([^=@]+)(?:@(\d+)\.(\d+))?", text)
+    if parsed is None:
+        form = "Write WORKER=STATE, or WORKER=STATE@LINEAGE.NUMBER for its weights"
+        raise ConfigError(f"--state {text}: has another form. {form}")
+    name, state, lineage, number = parsed.groups()
+    chosen(f"--state {text}: worker", name, list(system.names))
+    holds = system.table(name).holds
+    chosen(f"--state {text}: state", state, [str(s) for s in holds])
+    hub = any(link.hub == system.names[name] for link in system.spec.links.values())
+    version = Version(1, 0) if hub and state != State.DISCONNECTED else None
+    if lineage is not None:
+        version = Version(int(lineage), int(number))
+    epoch = 1 if set(holds[State(state)]) & set(system.links) else 0
+    return name, Standing(State(state), epoch, version)
+
+
+def _journal(given: Path) -> tuple[Path, list[Entry]]:
+    path = given / JOURNAL if given.is_dir() else given
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no journal. Give a run's folder or its {JOURNAL}")
+    return path, read_journal(path)
+
+
+def _last(path: Path, entries: Sequence[Entry], at: int | None) -> dict[str, Standing]:
+    """Where the records up to a seq leave each worker."""
+    if at is not None and at > len(entries):
+        raise ConfigError(f"--at {at}: {path} has {len(entries)} records. Choose one of them")
+    standing = {}
+    for entry in entries[:at]:
+        version = Version(*map(int, entry.version.split("."))) if entry.version else None
+        standing[entry.worker] = Standing(State(entry.dest), entry.epoch or 0, version)
+        died = entry.kind is Kind.FAULT and entry.trigger in ("died", "lost")
+        if died:  # its epoch ended, whoever still holds it
+            standing[entry.worker] = Standing(State.DISCONNECTED)
+    return standing
+
+
+def _schedule_of(journal: Path, roles: Any) -> str:
+    """The schedule of the run beside a journal; else the likeliest for the roles."""
+    from fsm_trainer.runtime.checks import default_schedule
+
+    config = journal.parent / "config.yaml"
+    if config.is_file():
+        data = Document(config, ConfigError).data
+        named = data.get("schedule") if isinstance(data, dict) else None
+        algorithm = data.get("algorithm") if isinstance(data, dict) else None
+        name = algorithm.get("name", "ppo") if isinstance(algorithm, dict) else "ppo"
+        return str(named or default_schedule(name))
+    return default_schedule("ppo" if Role.CRITIC in list(roles) else "grpo")
+
+
+@command
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a journal.")],
+    schedule: Schedule = None,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="The run was killed: its journal may end anywhere.")
+    ] = False,
+    states: States = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a run's journal against the tables.
+
+    Exits with 1 and the first line that doesn't conform, with what led there. The schedule is that
+    of the run's config.yaml; the workers are those of the journal.
+    """
+    out = console()
+    try:
+        path, entries = _journal(run)
+    except JournalError as error:
+        if as_json:
+            told = {"conforms": False, "line": error.line, "because": error.reason}
+            print_json({**told, "worker": None, "story": []})
+            raise typer.Exit(1) from None
+        raise
+    spec: Spec = load(schedule or _schedule_of(path, {e.role for e in entries}), states)
+    violation = check_journal([e.model_dump() for e in entries], spec, prefix=prefix)
+    if as_json:
+        told = {"conforms": violation is None, "records": len(entries), "schedule": spec.name}
+        keys = ("line", "worker", "because", "story")
+        print_json(told | ({k: getattr(violation, k) for k in keys} if violation else {}))
+    elif violation is None:
+        out.print(f"conforms: {len(entries)} records, schedule {spec.name}", style="green")
+    else:
+        out.print(f"{path}: doesn't conform to schedule {spec.name}", style="red")
+        out.print(str(violation))
+        if "the journal ends" in violation.because:
+            out.print("If the run was killed, its journal may end anywhere: add --prefix.")
+    if violation is not None:
+        raise typer.Exit(1)

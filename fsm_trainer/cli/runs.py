@@ -1,0 +1,120 @@
+"""``run``, ``report`` and ``doctor``: what starts runs, shows them, and says whether they can."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fsm_trainer.cli.shell import Json, Overrides, States, command, console, print_json
+from fsm_trainer.machine.errors import ConfigError
+
+
+@command
+def run(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The run's configuration, a YAML file.")
+    ] = None,
+    overrides: Overrides = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="The run's folder; default: under runs/."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="DIR", help="Go on with the run in this folder."),
+    ] = None,
+    states: States = None,
+) -> None:
+    """Train; Ctrl-C ends a run cleanly.
+
+    The folder gets config.yaml, metrics.jsonl, journal.jsonl, logs and checkpoints.
+    """
+    from fsm_trainer.runtime.config import load_config
+
+    if resume is not None:
+        if folder is not None:
+            raise ConfigError(f"--out {folder}: a resumed run stays in its folder. Remove --out")
+        folder, config = resume, config or resume / "config.yaml"
+        if not config.is_file():
+            raise ConfigError(f"--resume {resume}: there is no config.yaml. Give a run's folder")
+    if config is None:
+        raise ConfigError("CONFIG: no file is given. Give one, or --resume with a run's folder")
+    target = folder or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    loaded = load_config(config, overrides or (), states)
+    _writable(target)
+    from fsm_trainer.runtime.launch import launch
+
+    terminal = Console()
+    launch(loaded, target.resolve(), terminal, resume=resume is not None)
+    terminal.print(f"run folder: {target}", highlight=False, markup=False)
+
+
+def _writable(target: Path) -> None:
+    """A folder that can't be made is found before anything else is."""
+    nearest = next(p for p in (target, *target.resolve().parents) if p.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--out {target}: {nearest} is a file. Name a folder")
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"--out {target}: {nearest} can't be written. Name another folder")
+
+
+@command
+def report(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="A run's folder; the run may still go on.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The file; default: report.html in the folder."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML file about a run.
+
+    Rewards, KL, losses, time by phase, and each worker's states over time. With --json the main
+    numbers are printed, and the file is written only if --out names it.
+    """
+    from fsm_trainer.cli.report import load_run, write_report
+
+    if not run_dir.is_dir():
+        remedy = "Give the --out of fsm-train run"
+        raise ConfigError(f"RUN_DIR {run_dir}: there is no such folder. {remedy}")
+    if as_json and out is None:
+        print_json(load_run(run_dir).summary().model_dump(mode="json"))
+        return
+    path = write_report(run_dir, out or run_dir / "report.html")
+    if as_json:
+        print_json(load_run(run_dir).summary().model_dump(mode="json"))
+    else:
+        console().print(f"report: {path}")
+
+
+@command
+def doctor(as_json: Json = False) -> None:
+    """Say what is installed and can work here.
+
+    With a remedy for what can't; exits with 1 if anything is wrong.
+    """
+    from fsm_trainer.cli.doctor import Status, diagnose
+
+    checks = diagnose()
+    failed = any(check.status is Status.PROBLEM for check in checks)
+    if as_json:
+        print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
+    else:
+        styles = {Status.OK: "green", Status.MISSING: "yellow", Status.PROBLEM: "red"}
+        table = Table("", "check", "found", "remedy")
+        for check in checks:
+            status = Text(check.status, styles[check.status])
+            table.add_row(status, check.name, Text(check.detail), Text(check.remedy))
+        console().print(table)
+    if failed:
+        raise typer.Exit(1)

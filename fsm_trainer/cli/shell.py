@@ -1,0 +1,101 @@
+"""What the commands share: options, output, and errors that end in an exit code.
+
+Codes: 0 ok; 1 a run or a check failed; 2 the user's mistake; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from fsm_trainer.document import nearest
+from fsm_trainer.machine.errors import ConfigError, FsmError, SpecError
+
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The run's configuration, a YAML file.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY.PATH=VALUE", help="Replace a value of the file; may be repeated."
+    ),
+]
+States = Annotated[
+    Path | None,
+    typer.Option("--states", metavar="DIR", help="A folder of tables; default: the shipped ones."),
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option("--schedule", metavar="NAME", help="A schedule of states/schedules/."),
+]
+Rollouts = Annotated[
+    int,
+    typer.Option("--rollouts", min=1, metavar="N", help="Rollout workers that take part."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def console(*, stderr: bool = False) -> Console:
+    """The terminal as it is now: a test replaces the streams."""
+    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """Write one JSON document for programs."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def command(function: F) -> F:
+    """A user's own mistake exits with 2 and one readable message, any other error with 1."""
+
+    @wraps(function)
+    def guarded(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except (ConfigError, SpecError) as error:
+            _say(str(error), 2)
+        except FsmError as error:
+            _say(f"{type(error).__name__}: {error}", 1)
+        except ExceptionGroup as group:
+            ours, others = group.split(FsmError)
+            if ours is None or others is not None:
+                raise
+            _say("\n".join(f"{type(e).__name__}: {e}" for e in _flat(ours)), 1)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            _say("interrupted; no process is left", 130)
+
+    return guarded  # type: ignore[return-value]
+
+
+def _say(text: str, code: int) -> None:
+    console(stderr=True).print(text, style="red")
+    raise typer.Exit(code) from None
+
+
+def _flat(group: BaseExceptionGroup[FsmError]) -> list[BaseException]:
+    return [
+        leaf
+        for error in group.exceptions
+        for leaf in (_flat(error) if isinstance(error, BaseExceptionGroup) else [error])
+    ]
+
+
+def chosen(option: str, given: str, known: list[str]) -> str:
+    """A name that must be one of the known ones.
+
+    Raises:
+        ConfigError: with the nearest name and all of them.
+    """
+    if given not in known:
+        remedy = f"{nearest(given, known)}Choose one of {', '.join(known)}"
+        raise ConfigError(f"{option} {given}: there is no such name. {remedy}")
+    return given

@@ -1,0 +1,257 @@
+"""``validate``, ``plan`` and ``graph``: what a configuration and its tables come to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fsm_trainer.cli.shell import (
+    Config,
+    Json,
+    Overrides,
+    Schedule,
+    States,
+    chosen,
+    command,
+    console,
+    print_json,
+)
+from fsm_trainer.cli.svg import Edge, state_diagram_mermaid, state_diagram_svg
+from fsm_trainer.machine.errors import ConfigError, SpecError
+from fsm_trainer.machine.names import Role, Trigger
+from fsm_trainer.machine.planner import Move, plan_run
+from fsm_trainer.machine.spec import Phase, Spec, load
+from fsm_trainer.machine.world import System
+
+DEFAULT_SCHEDULE = "disaggregated_critic"
+LINK = "link"
+STEADY = "steady step"
+
+Plan = dict[str, list[tuple[str, tuple[Move, ...]]]]
+
+
+class Format(StrEnum):
+    """How a diagram is written."""
+
+    MERMAID = "mermaid"
+    SVG = "svg"
+
+
+@command
+def validate(
+    config: Config, overrides: Overrides = None, states: States = None, as_json: Json = False
+) -> None:
+    """Check a configuration; start nothing.
+
+    Says what follows from it, and the schedule that it runs.
+    """
+    from fsm_trainer.runtime.config import load_config
+
+    try:
+        run = load_config(config, overrides or (), states)
+    except (ConfigError, SpecError) as error:
+        if not as_json:
+            raise
+        print_json({"valid": False, "mistakes": str(error).splitlines()})
+        raise typer.Exit(2) from None
+    phases = [_phase(run.spec, run.spec.phases[name]) for name in _sequence(run.spec)]
+    if as_json:
+        settings = run.config.model_dump(mode="json")
+        told = {"valid": True, "schedule": run.spec.name, "notes": list(run.notes)}
+        print_json({**told, "phases": phases, "config": settings})
+        return
+    out = console()
+    out.print(f"{config}: valid", style="green")
+    for note in run.notes:
+        out.print(note)
+    table = Table("phase", *map(str, run.spec.roles), "action", title=f"schedule {run.spec.name}")
+    for row in phases:
+        wants = [" or ".join(row["wants"].get(role, ["–"])) for role in run.spec.roles]
+        table.add_row(row["phase"], *wants, row["action"] or "–")
+    out.print(table)
+
+
+def _sequence(spec: Spec) -> list[str]:
+    schedule = spec.schedule
+    lanes = (phase for lane in schedule.lanes.values() for phase in lane)
+    return list(dict.fromkeys([*schedule.prologue, *lanes, *schedule.epilogue]))
+
+
+def _phase(spec: Spec, phase: Phase) -> dict[str, Any]:
+    wants = {str(role): sorted(map(str, states)) for role, states in phase.wants.items()}
+    return {"phase": phase.name, "wants": wants, "action": phase.action}
+
+
+@command
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A configuration; default: see --schedule."),
+    ] = None,
+    overrides: Overrides = None,
+    schedule: Schedule = None,
+    rollouts: Annotated[
+        int | None,
+        typer.Option("--rollouts", min=1, metavar="N", help="Rollout workers; default: 2."),
+    ] = None,
+    states: States = None,
+    as_json: Json = False,
+) -> None:
+    """Show the transitions of each phase.
+
+    In the prologue, the first step, a steady step and the epilogue. A run leaves out the warm-up
+    where it has none, and evaluates between steps where its configuration says so.
+    """
+    if config is not None:
+        from fsm_trainer.runtime.config import load_config
+
+        settings = [*(overrides or ()), *([f"schedule={schedule}"] if schedule else [])]
+        settings += [f"rollout.workers={rollouts}"] if rollouts else []
+        system = load_config(config, settings, states).system
+    else:
+        system = System.of(load(schedule or DEFAULT_SCHEDULE, states), rollouts or 2)
+    planned = plan_run(system)
+    if as_json:
+        print_json(_plan_document(system, planned))
+        return
+    table = Table("section", "phase", "transitions", "action", title=f"schedule {system.spec.name}")
+    for section, phases in planned.items():
+        for place, (name, moves) in enumerate(phases):
+            action = system.spec.phases[name].action or "–"
+            text = ", ".join(map(str, moves)) or "–"
+            table.add_row(section if not place else "", name, text, action)
+        table.add_section()
+    out = console()
+    out.print(table)
+    out.print(f"A steady step takes {_total(planned)} transitions:")
+    for trigger, workers in transitions_per_step(planned).items():
+        out.print(f"  {trigger}: {', '.join(f'{w} {n}×' for w, n in workers.items())}")
+
+
+def transitions_per_step(planned: Plan) -> dict[str, dict[str, int]]:
+    """How often each worker takes each trigger in a steady step."""
+    counts: dict[str, Counter[str]] = {}
+    for _, moves in planned.get(STEADY, []):
+        for move in moves:
+            if move.name in list(Trigger):
+                counts.setdefault(move.name, Counter()).update(move.workers)
+    return {trigger: dict(workers) for trigger, workers in counts.items()}
+
+
+def _total(planned: Plan) -> int:
+    return sum(sum(workers.values()) for workers in transitions_per_step(planned).values())
+
+
+def _plan_document(system: System, planned: Plan) -> dict[str, Any]:
+    sections = {
+        section: [
+            {
+                "phase": name,
+                "moves": [{"trigger": str(m.name), "workers": list(m.workers)} for m in moves],
+                "action": system.spec.phases[name].action,
+            }
+            for name, moves in phases
+        ]
+        for section, phases in planned.items()
+    }
+    told = {"schedule": system.spec.name, "workers": list(system.names)}
+    return {**told, "sections": sections, "transitions_per_step": transitions_per_step(planned)}
+
+
+@command
+def graph(
+    schedule: Schedule = None,
+    role: Annotated[
+        str | None,
+        typer.Option(
+            "--role", metavar="ROLE", help="actor, critic, rollout or link; default: all."
+        ),
+    ] = None,
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format", metavar="mermaid|svg", help="Mermaid for Markdown, or one SVG document."
+        ),
+    ] = Format.MERMAID,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="A file; default: print it.")
+    ] = None,
+    states: States = None,
+    as_json: Json = False,
+) -> None:
+    """Draw the machines, as a schedule has them.
+
+    Labels are `trigger [guard]`; each state says what it holds.
+    """
+    spec = load(schedule or DEFAULT_SCHEDULE, states)
+    known = [*map(str, spec.roles), LINK]
+    names = known if role is None else [chosen("--role", role, known)]
+    if as_json:
+        text = None
+        document = {name: _machine_document(spec, name) for name in names}
+    elif form is Format.SVG:
+        if len(names) > 1:
+            raise ConfigError(f"--format svg: one drawing a file. Add --role, of {known}")
+        text = state_diagram_svg(*machine(spec, names[0]))
+    else:
+        text = "\n".join(mermaid(spec, name) for name in names)
+    if text is None:
+        print_json(document)
+    elif out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+
+
+def machine(spec: Spec, name: str) -> tuple[dict[str, tuple[str, ...]], list[Edge]]:
+    """A role's machine, or the link's: what each state holds, and the edges with their labels."""
+    if name == LINK:
+        moves = [(str(s), str(d), trigger) for (s, trigger), d in spec.link_moves.items()]
+        return {state: () for s, d, _ in moves for state in (s, d)}, moves
+    table = spec.roles[Role(name)]
+    holds = {str(state): held for state, held in table.holds.items()}
+    edges = [
+        (str(t.source), str(t.dest), f"{t.trigger} [{t.guard.text}]" if t.guard.text else t.trigger)
+        for t in table.transitions
+    ]
+    return holds, [(s, d, str(label)) for s, d, label in edges]
+
+
+def mermaid(spec: Spec, name: str) -> str:
+    """The Mermaid diagram of a role, or of the link; each state says what it holds."""
+    holds, edges = machine(spec, name)
+    lines = [
+        f"    {state}: {state}\n    {state}: {', '.join(h)}" for state, h in holds.items() if h
+    ]
+    return state_diagram_mermaid(name, edges) + "".join(f"{line}\n" for line in lines)
+
+
+def _machine_document(spec: Spec, name: str) -> dict[str, Any]:
+    if name == LINK:
+        holds, edges = machine(spec, name)
+        rows = [{"trigger": t, "from": s, "to": d} for s, d, t in edges]
+        return {"states": list(holds), "transitions": rows}
+    table = spec.roles[Role(name)]
+    return {
+        "states": {str(state): list(held) for state, held in table.holds.items()},
+        "transitions": [
+            {
+                "trigger": str(t.trigger),
+                "from": str(t.source),
+                "to": str(t.dest),
+                "guard": t.guard.text or None,
+                "joint": t.joint,
+            }
+            for t in table.transitions
+        ],
+        "actions": {
+            a.name: {"needs": sorted(a.needs), "guard": a.guard.text or None, "joint": a.joint}
+            for a in table.actions.values()
+        },
+    }

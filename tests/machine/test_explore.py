@@ -60,7 +60,7 @@ def test_without_a_fall_of_the_peers_a_connect_hangs(monkeypatch: pytest.MonkeyP
 
 
 def test_without_the_barrier_a_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(legal, "_unblocked", lambda *_: True)
+    monkeypatch.setattr(legal, "_stage", lambda *_: 2)
     assert violation("colocated_critic")[:2] in ("3:", "4:")
 
 

@@ -1,0 +1,119 @@
+"""Plans: the three schedules written out, and how long planning takes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fsm_trainer.machine.errors import Refused
+from fsm_trainer.machine.planner import Planner, plan_run
+from fsm_trainer.machine.spec import load, schedules
+from fsm_trainer.machine.step import Died, advance
+from fsm_trainer.machine.world import System
+
+BOTH = "(actor, rollout-0)"
+ROLLOUT = "(rollout-0)"
+LINK_UP = f"connect{BOTH} push{BOTH}"
+PLANS = {
+    "disaggregated": {
+        "prologue": [
+            f"evaluate: start(actor) start{ROLLOUT} wake(actor) wake{ROLLOUT} {LINK_UP}",
+            "warm_up:",
+            f"evaluate: push{BOTH}",
+        ],
+        "first step": ["rollout:", "policy:", "sync:"],
+        "steady step": ["rollout:", "policy:", "sync:"],
+        "epilogue": [
+            "evaluate:",
+            f"end: disconnect{BOTH} sleep(actor) sleep{ROLLOUT} stop(actor) stop{ROLLOUT}",
+        ],
+    },
+    "disaggregated_critic": {
+        "prologue": [
+            f"evaluate: start(actor) start{ROLLOUT} wake(actor) wake{ROLLOUT} {LINK_UP}"
+            f" disconnect{BOTH} sleep(actor)",
+            "warm_up: wake(actor)",
+            f"evaluate: {LINK_UP} disconnect{BOTH} sleep(actor)",
+        ],
+        "first step": [
+            "rollout: start(critic)",
+            "value: wake(critic)",
+            "policy: sleep(critic) wake(actor)",
+            f"sync: connect{BOTH}",
+        ],
+        "steady step": [
+            f"rollout: disconnect{BOTH} sleep(actor)",
+            "value: wake(critic)",
+            "policy: sleep(critic) wake(actor)",
+            f"sync: connect{BOTH}",
+        ],
+        "epilogue": [
+            f"evaluate: disconnect{BOTH} sleep(actor)",
+            f"end: sleep{ROLLOUT} stop(actor) stop(critic) stop{ROLLOUT}",
+        ],
+    },
+    "colocated_critic": {
+        "prologue": [
+            f"evaluate: start(actor) start{ROLLOUT} wake(actor) {LINK_UP} disconnect{BOTH}",
+            f"warm_up: sleep{ROLLOUT} wake(actor)",
+            f"evaluate: {LINK_UP} disconnect{BOTH}",
+        ],
+        "first step": [
+            "rollout: start(critic)",
+            f"value: sleep{ROLLOUT} wake(critic)",
+            "policy: sleep(critic) wake(actor)",
+            f"sync: connect{BOTH}",
+        ],
+        "steady step": [
+            f"rollout: disconnect{BOTH}",
+            f"value: sleep{ROLLOUT} wake(critic)",
+            "policy: sleep(critic) wake(actor)",
+            f"sync: connect{BOTH}",
+        ],
+        "epilogue": [
+            f"evaluate: disconnect{BOTH}",
+            f"end: sleep{ROLLOUT} stop(actor) stop(critic) stop{ROLLOUT}",
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("schedule", schedules())
+def test_a_run_without_faults_does_what_is_written_here(schedule: str) -> None:
+    plan = plan_run(System.of(load(schedule), 1))
+    found = {
+        section: [" ".join([f"{phase}:", *map(str, moves)]) for phase, moves in phases]
+        for section, phases in plan.items()
+    }
+    assert found == PLANS[schedule]
+
+
+@pytest.mark.parametrize("schedule", ["disaggregated_critic", "colocated_critic"])
+def test_the_actor_wakes_once_in_a_steady_step(schedule: str) -> None:
+    steady = plan_run(System.of(load(schedule), 2))["steady step"]
+    moves = [move for _, found in steady for move in found]
+    assert [m.name for m in moves if "actor" in m.workers].count("wake") == 1
+
+
+def test_the_plan_does_not_depend_on_how_many_rollout_workers_move_together() -> None:
+    def names(rollouts: int) -> list[list[str]]:
+        plan = plan_run(System.of(load("disaggregated_critic"), rollouts))
+        return [[m.name for m in moves] for phases in plan.values() for _, moves in phases]
+
+    assert names(1) == names(3)
+
+
+def test_sixty_four_rollout_workers_are_planned_in_two_seconds() -> None:
+    system = System.of(load("disaggregated"), 64)
+    planner, began = Planner(system), time.process_time()
+    moves = planner.plan(system.initial(), system.spec.phases["rollout"])
+    assert [m.name for m in moves] == ["start", "start", "wake", "wake", "connect", "push"]
+    assert time.process_time() - began < 2
+
+
+def test_without_a_rollout_worker_the_planner_is_stuck_and_says_why() -> None:
+    system = System.of(load("disaggregated"), 1)
+    world = advance(system, system.initial(), Died("rollout-0", lost=True))
+    with pytest.raises(Refused, match="nobody is left who could generate"):
+        Planner(system).plan(world, system.spec.phases["rollout"])

@@ -11,9 +11,10 @@ import pytest
 from fsm_trainer.machine import legal
 from fsm_trainer.machine import step as s
 from fsm_trainer.machine.names import LinkState
+from fsm_trainer.machine.planner import settle
 from fsm_trainer.machine.spec import load, schedules
 from fsm_trainer.machine.world import System, World
-from tests.machine.explore import explore
+from tests.machine.explore import Node, broken, explore
 
 
 def system(schedule: str, rollouts: int = 1) -> System:
@@ -84,10 +85,29 @@ def test_without_the_lease_check_after_a_push_half_of_it_counts(
     assert violation("disaggregated").startswith("6:")
 
 
-def test_without_the_ghosts_claim_two_are_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(System, "claim", lambda *_: frozenset())
-    assert explore(system("disaggregated_critic"), fine=False).violation == ""  # nobody notices
-    monkeypatch.undo()
+def test_without_the_ghosts_claim_a_worker_starts_beside_its_zombie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ghosts: list[frozenset[str]] = []
+
+    def forgetful(system: System, world: World, event: s.Died) -> World:
+        after = s._died(system, world, event)
+        worker = system.get(after, event.worker)
+        if worker.undead & {"optimizer", "kv"}:
+            ghosts.append(worker.undead)
+        return system.put(after, event.worker, worker._replace(undead=frozenset()))
+
+    monkeypatch.setitem(s._STEPS, s.Died, forgetful)
+    one = system("disaggregated_critic")
+    world = one.initial()
+    for event in [("actor", "start"), ("actor", "wake"), ("critic", "start")]:
+        world = settle(one, s.advance(one, world, s.Begin(event[1], (event[0],))))
+    world = s.advance(one, world, s.Died("actor"))
+    world = settle(one, s.advance(one, world, s.Begin("wake", ("critic",))))
+    critic = one.get(world, "critic")
+    zombie = one.get(world, "actor")._replace(undead=ghosts[-1])
+    assert broken(one, Node(one.put(world, "actor", zombie))).startswith("3:")
+    assert "optimizer" in critic.held
 
 
 def test_without_a_release_a_sever_leaves_a_communicator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
     "literal_error": ("is not one of the choices", "Choose one of {expected}."),
     "union_tag_invalid": ("is not one of the choices", "Choose one of {expected_tags}."),
     "union_tag_not_found": ("the field is missing", "Add it: it says which kind this is."),
-    "string_pattern_mismatch": ("has another form", "Write module:function, which matches {pattern}."),
+    "string_pattern_mismatch": ("has another form", "Write module:function, to match {pattern}."),
 }  # fmt: skip
 """What is wrong and its remedy, by pydantic's type of the error."""
 
@@ -136,24 +136,25 @@ class Document:
         where = sources[-1] if sources else self.where(*at)
         value = f" (given: {_short(given[0])})" if given else ""
         field = ".".join(str(part) for part in at) or "the file"
-        return f"{where}: {field}: {problem}{value}. {remedy}"
+        return f"{where}: {field}: {problem}{value}. {remedy}".rstrip()
 
     def _mistake(self, error: Any, model: type[BaseModel], origins: Mapping[Key, str]) -> str:
         kind, context = error["type"], error.get("ctx", {})
         problem, remedy = MISTAKES.get(kind, (error["msg"], "Correct it."))
+        remedy = remedy.format_map(context)
         at, given = self._within(error["loc"], kind == "missing"), [error["input"]]
         if kind == "extra_forbidden":
             known = _fields(model, error["loc"])
             problem, remedy = "unknown field", f"{nearest(at[-1], known)}{_known(known)}"
         elif kind == "value_error":
-            problem, given = str(context["error"]), []
-            problem, _, remedy = problem.partition(": ")
+            problem, _, remedy = str(context["error"]).partition(": ")
+            remedy, given = f"{remedy[:1].upper()}{remedy[1:]}." if remedy else "", []
         elif kind.startswith("union_tag"):
             tag = context["discriminator"].strip("'")
             at, given = (*at, tag), [context["tag"]] if "tag" in context else []
         elif kind == "missing":
             given = []
-        return self.mistake(at, problem, remedy.format_map(context), origins, *given)
+        return self.mistake(at, problem, remedy, origins, *given)
 
     def _within(self, loc: Key, missing: bool) -> Key:
         """Pydantic's location less what isn't a key of the file, such as the tag of a union."""

@@ -37,7 +37,7 @@ from fsm_trainer.machine.step import (
 )
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import Link, System, Worker, World
-from fsm_trainer.runtime.journal import Entry, Kind, read_journal
+from fsm_trainer.runtime.journal import Entry, read_journal
 from fsm_trainer.verify.conformance import check_journal
 
 JOURNAL = "journal.jsonl"
@@ -49,6 +49,7 @@ class Standing(NamedTuple):
     state: State
     epoch: int = 0
     version: Version | None = None
+    live: bool = True
 
 
 class Answer(NamedTuple):
@@ -100,11 +101,12 @@ def explain(
     at the beginning of a run, unless --state or --journal say otherwise.
     """
     standing: dict[str, Standing] = {}
+    ended: frozenset[int] = frozenset()
     roles: dict[str, Role] | None = None
     if journal is not None:
         path, entries = _journal(journal)
         roles = {e.worker: Role(e.role) for e in entries}
-        standing = _last(path, entries, at)
+        standing, ended = _last(path, entries, at)
         schedule = schedule or _schedule_of(path, roles.values())
     elif at is not None:
         raise ConfigError("--at: of which journal? Add --journal FILE")
@@ -117,7 +119,7 @@ def explain(
     triggers = [str(t) for t in Trigger]
     actions = {name for table in spec.roles.values() for name in table.actions}
     chosen("TRIGGER_OR_ACTION", asked, [*triggers, *sorted(actions)])
-    world = world_of(system, standing)
+    world = world_of(system, standing, ended)
     answer = answer_for(system, world, worker, asked)
     here = system.get(world, worker).state
     if as_json:
@@ -206,33 +208,30 @@ def _moves(system: System, world: World, phase: Phase) -> list[str] | None:
         return None
 
 
-def world_of(system: System, standing: dict[str, Standing]) -> World:
+def world_of(
+    system: System, standing: dict[str, Standing], ended: frozenset[int] = frozenset()
+) -> World:
     """The world in which each worker is settled where it is said to stand.
 
-    A link is up if all who ever held its newest epoch still do.
+    ``ended`` are the epochs of links that a member's death broke.
     """
-    newest = max((place.epoch for place in standing.values()), default=0)
     workers = []
     for name in system.names:
         place = standing.get(name, Standing(State.DISCONNECTED))
         held = frozenset(system.table(name).holds[place.state])
         epochs = tuple(place.epoch if link in held else 0 for link in system.links)
-        workers.append(Worker(place.state, held, epochs=epochs, version=place.version))
+        version, live = place.version, place.live
+        workers.append(Worker(place.state, held, epochs=epochs, version=version, live=live))
+    newest = max((place.epoch for place in standing.values()), default=0)
     links = []
-    for i, link in enumerate(system.links):
+    for i, link in enumerate(system.spec.links.values()):
         holders = {n for n, w in zip(system.names, workers, strict=True) if w.epochs[i]}
-        broken = any(w.epochs[i] not in (0, newest) for w in workers) or not _both_ends(
-            system, link, holders
-        )
-        up = LinkState.BROKEN if broken else LinkState.UP
-        links.append(Link(up if holders else LinkState.DOWN, newest, frozenset(holders)))
+        whole = {link.hub, link.spokes} <= {system.names[name] for name in holders}
+        same = {w.epochs[i] for w in workers} <= {0, newest}
+        good = LinkState.UP if whole and same and newest not in ended else LinkState.BROKEN
+        links.append(Link(good if holders else LinkState.DOWN, newest, frozenset(holders)))
     lineage = max((w.version.lineage for w in workers if w.version), default=0)
     return World(tuple(workers), tuple(links), lineage)
-
-
-def _both_ends(system: System, link: str, holders: set[str]) -> bool:
-    spec = system.spec.links[link]
-    return {spec.hub, spec.spokes} <= {system.names[name] for name in holders}
 
 
 def _standing(system: System, text: str) -> tuple[str, Standing]:
@@ -259,18 +258,25 @@ def _journal(given: Path) -> tuple[Path, list[Entry]]:
     return path, read_journal(path)
 
 
-def _last(path: Path, entries: Sequence[Entry], at: int | None) -> dict[str, Standing]:
-    """Where the records up to a seq leave each worker."""
+def _last(
+    path: Path, entries: Sequence[Entry], at: int | None
+) -> tuple[dict[str, Standing], frozenset[int]]:
+    """Where the records up to a seq leave each worker, and which epochs a death ended."""
     if at is not None and at > len(entries):
         raise ConfigError(f"--at {at}: {path} has {len(entries)} records. Choose one of them")
-    standing = {}
+    standing: dict[str, Standing] = {}
+    ended = set()
     for entry in entries[:at]:
-        version = Version(*map(int, entry.version.split("."))) if entry.version else None
-        standing[entry.worker] = Standing(State(entry.dest), entry.epoch or 0, version)
-        died = entry.kind is Kind.FAULT and entry.trigger in ("died", "lost")
-        if died:  # its epoch ended, whoever still holds it
-            standing[entry.worker] = Standing(State.DISCONNECTED)
-    return standing
+        before = standing.get(entry.worker, Standing(State.DISCONNECTED))
+        if entry.trigger in ("died", "lost", "fail"):
+            ended.add(before.epoch)
+            place = Standing(State.DISCONNECTED, live=entry.trigger != "lost")
+        else:
+            version = Version(*map(int, entry.version.split("."))) if entry.version else None
+            live = before.live or entry.trigger == "joined"
+            place = Standing(State(entry.dest), entry.epoch or 0, version, live)
+        standing[entry.worker] = place
+    return standing, frozenset(ended - {0})
 
 
 def _schedule_of(journal: Path, roles: Any) -> str:

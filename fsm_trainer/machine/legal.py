@@ -16,9 +16,7 @@ def enabled(system: System, world: World) -> list[Effect]:
     stages: dict[str, int] = {}
     for name, worker in zip(system.names, world.workers, strict=True):
         effect = next_effect(system, world, name, worker)
-        if effect is not None and system.within(name) and _unblocked(
-            system, world, effect, stages
-        ):
+        if effect is not None and system.within(name) and _unblocked(system, world, effect, stages):
             found.append(effect)
     return found
 

@@ -17,27 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
+from fsm_trainer.machine import events as on
 from fsm_trainer.machine.dispatch import Dispatch
 from fsm_trainer.machine.errors import EffectFailed, LeaseExpired, Refused
+from fsm_trainer.machine.events import Effect, Op
 from fsm_trainer.machine.names import State, Trigger
 from fsm_trainer.machine.planner import Planner
 from fsm_trainer.machine.spec import Phase
-from fsm_trainer.machine.step import (
-    Act,
-    Acted,
-    Begin,
-    Commit,
-    Died,
-    Done,
-    Effect,
-    Event,
-    Failed,
-    Op,
-    Sever,
-    Undo,
-    advance,
-    enabled,
-)
+from fsm_trainer.machine.step import advance, enabled
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 
@@ -171,7 +158,7 @@ class Lifecycle:
         with self._lock:
             if world is not None:
                 self.tell(world)
-            self._apply(Begin(name, (self.name,), epoch, version))
+            self._apply(on.Begin(name, (self.name,), epoch, version))
             self._began = time.monotonic()
         return self._run(Op.RELEASE)
 
@@ -187,7 +174,7 @@ class Lifecycle:
         """
         with self._lock:
             before = self.worker
-            self._apply(Commit((self.name,)))
+            self._apply(on.Commit((self.name,)))
             self._settled(before)
             return self.worker
 
@@ -199,7 +186,7 @@ class Lifecycle:
                 return worker  # a failed release ended it already
             edge = self.system.table(self.name).edge(worker.move, worker.state)
             if edge is not None and worker.dest == edge.dest:
-                self._apply(Undo(self.name))
+                self._apply(on.Undo(self.name))
         report = self._run(Op.RELEASE)
         return self.worker if report.failed is not None else self.commit()
 
@@ -208,7 +195,7 @@ class Lifecycle:
         with self._lock:
             if world is not None:
                 self.tell(world)
-            self._apply(Sever(self.name, link))
+            self._apply(on.Sever(self.name, link))
             self._began = time.monotonic()
         report = self._run(Op.RELEASE)
         return self.worker if report.failed is not None else self.commit()
@@ -216,7 +203,7 @@ class Lifecycle:
     def peer_died(self, peer: str) -> None:
         """Learn that another worker's process is dead: leases that it was a member of end now."""
         with self._lock:
-            self._apply(Died(peer))
+            self._apply(on.Died(peer))
 
     def reach(self, state: State) -> Worker:
         """Go to a state by the shortest legal way; does nothing in the state itself.
@@ -243,7 +230,7 @@ class Lifecycle:
         with self._lock:
             if world is not None:
                 self.tell(world)
-            self._apply(Act(name, (self.name,)))
+            self._apply(on.Act(name, (self.name,)))
         began, error, ok = time.monotonic(), "", False
         try:
             yield self.worker
@@ -253,10 +240,10 @@ class Lifecycle:
             raise
         finally:
             with self._lock:
-                self._apply(Acted(name, (self.name,), ok))
+                self._apply(on.Acted(name, (self.name,), ok))
             self._note("action", name, self.state, time.monotonic() - began, ok, error)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: on.Event) -> None:
         with self._lock:
             self._world = advance(self.system, self._world, event)
 
@@ -277,7 +264,7 @@ class Lifecycle:
             except BaseException:
                 self._fail(effect)
                 raise
-            self._apply(Done(effect))
+            self._apply(on.Done(effect))
             done.append(effect)
 
     def _perform(self, effect: Effect) -> None:
@@ -289,12 +276,12 @@ class Lifecycle:
 
     def _fail(self, effect: Effect) -> None:
         before = self.worker
-        self._apply(Failed(effect))
+        self._apply(on.Failed(effect))
         if effect.op is Op.RELEASE:
             self._settled(before, f"{effect} failed")
             if self._kill is not None:
                 self._kill()
-                self._apply(Done(Effect(self.name, Op.KILL)))
+                self._apply(on.Done(Effect(self.name, Op.KILL)))
 
     def _settled(self, before: Worker, error: str = "") -> None:
         trigger = str(before.move) if not error else str(Trigger.FAIL)
@@ -311,20 +298,6 @@ class Lifecycle:
         self, kind: str, trigger: str, source: State, seconds: float, ok: bool, error: str
     ) -> None:
         if self._observe is not None:
-            worker = self.worker
-            epoch = max(worker.epochs, default=0)
-            version = worker.version
-            self._observe(
-                Record(
-                    self.name,
-                    kind,
-                    trigger,
-                    source,
-                    worker.state,
-                    epoch,
-                    version,
-                    seconds,
-                    ok,
-                    error,
-                )
-            )
+            state, epoch, version = self.state, max(self.worker.epochs), self.worker.version
+            told = (kind, trigger, source, state, epoch, version, seconds, ok, error)
+            self._observe(Record(self.name, *told))

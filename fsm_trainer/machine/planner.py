@@ -10,20 +10,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fsm_trainer.machine import events as on
 from fsm_trainer.machine.errors import Refused
 from fsm_trainer.machine.names import Role, Trigger
 from fsm_trainer.machine.spec import Phase
-from fsm_trainer.machine.step import (
-    Act,
-    Acted,
-    Begin,
-    Commit,
-    Done,
-    action_refusals,
-    advance,
-    enabled,
-    joint_ends,
-)
+from fsm_trainer.machine.step import action_refusals, advance, enabled, joint_ends
 from fsm_trainer.machine.world import System, World
 
 ORDER = ("sleep", "disconnect", "start", "wake", "connect", "push", "stop")
@@ -45,9 +36,9 @@ def settle(system: System, world: World) -> World:
     """Run every effect that is due to its good end, and commit."""
     while due := enabled(system, world):
         for effect in due:  # none of them blocks another one
-            world = advance(system, world, Done(effect))
+            world = advance(system, world, on.Done(effect))
     moving = tuple(n for n in system.names if system.get(world, n).move is not None)
-    return advance(system, world, Commit(moving)) if moving else world
+    return advance(system, world, on.Commit(moving)) if moving else world
 
 
 def apply(system: System, world: World, move: Move) -> World:
@@ -57,9 +48,9 @@ def apply(system: System, world: World, move: Move) -> World:
         Refused: the move is illegal.
     """
     if move.name in list(Trigger):
-        return settle(system, advance(system, world, Begin(move.name, move.workers)))
-    world = advance(system, world, Act(move.name, move.workers))
-    return advance(system, world, Acted(move.name, move.workers))
+        return settle(system, advance(system, world, on.Begin(move.name, move.workers)))
+    world = advance(system, world, on.Act(move.name, move.workers))
+    return advance(system, world, on.Acted(move.name, move.workers))
 
 
 def actors_of(system: System, world: World, action: str) -> list[str]:

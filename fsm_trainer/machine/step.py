@@ -279,9 +279,7 @@ def _settle(system: System, world: World, name: str) -> World:
         lineage = version.lineage if version and version.lineage else world.lineage + 1
         world = world._replace(lineage=max(world.lineage, lineage))
         version = Version(lineage, version.number if version else 0)
-    settled = worker._replace(
-        state=dest, move=None, dest=None, version=version, undead=frozenset()
-    )
+    settled = worker._replace(state=dest, move=None, dest=None, version=version, undead=frozenset())
     return system.put(world, name, settled)
 
 

@@ -218,9 +218,7 @@ def half_pushed(system: System, before: World, event: s.Event, world: World) -> 
     return ""
 
 
-def explore(
-    system: System, *, fine: bool = True, jobs: int = 1, limit: int = 400_000
-) -> Result:
+def explore(system: System, *, fine: bool = True, jobs: int = 1, limit: int = 400_000) -> Result:
     """Visit every node; stop at the first violation, deadlock, or phase out of reach."""
     start = canonical(system, Node(system.initial()))
     index, result = {start: 0}, Result([start])

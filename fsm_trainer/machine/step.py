@@ -189,7 +189,7 @@ def _close(system: System, world: World, link: str) -> World:
 def _expected(system: System, world: World, effect: Effect, falls: bool) -> None:
     """Accept a report of what is due, or of what was under way when the worker began to fall."""
     worker = system.get(world, effect.worker)
-    late = worker.held if effect.op is Op.RELEASE else worker.undead - worker.held
+    late = worker.held if effect.op is Op.RELEASE else worker.late - worker.held
     if is_due(system, world, effect) or (falls and effect.resource in late):
         return
     if effect.epoch and effect.resource in system.links:
@@ -245,7 +245,7 @@ def _fall(system: System, world: World, name: str, before: World) -> World:
     late = arriving(system, before, name)
     bad = {k for k in system.links if not system.lease(world, name, k)}
     dest = table.largest_state(worker.held & frozenset(table.holds[worker.state]) - bad)
-    return system.put(world, name, worker._replace(dest=dest, undead=worker.undead | late))
+    return system.put(world, name, worker._replace(dest=dest, late=worker.late | late))
 
 
 def _commit(system: System, world: World, event: Commit) -> World:
@@ -279,7 +279,7 @@ def _settle(system: System, world: World, name: str) -> World:
         lineage = version.lineage if version and version.lineage else world.lineage + 1
         world = world._replace(lineage=max(world.lineage, lineage))
         version = Version(lineage, version.number if version else 0)
-    settled = worker._replace(state=dest, move=None, dest=None, version=version, undead=frozenset())
+    settled = worker._replace(state=dest, move=None, dest=None, version=version, late=frozenset())
     return system.put(world, name, settled)
 
 
@@ -358,7 +358,7 @@ def _sever(system: System, world: World, event: Sever) -> World:
 
 def _died(system: System, world: World, event: Died) -> World:
     dead = system.get(world, event.worker)
-    ghost = dead.held | dead.undead | arriving(system, world, event.worker)
+    ghost = dead.held | dead.undead | dead.late | arriving(system, world, event.worker)
     before, movers = world, {k: movers_of(system, world, k) for k in system.links}
     nobody = Worker(epochs=(0,) * len(system.links), live=not event.lost, undead=ghost)
     world = system.put(world, event.worker, nobody)
@@ -375,8 +375,6 @@ def _died(system: System, world: World, event: Died) -> World:
 
 def _confirmed(system: System, world: World, event: Confirmed) -> World:
     worker = system.get(world, event.worker)
-    if worker.move is not None:
-        raise Refused(event.worker, described(worker), "confirmed", ["it was not declared dead"])
     return system.put(world, event.worker, worker._replace(undead=frozenset()))
 
 

@@ -39,8 +39,9 @@ class Worker(NamedTuple):
     live: bool = True
     """False once it is given up for lost: then it counts for nothing until it joins again."""
     undead: frozenset[str] = frozenset()
-    """What its process may hold beyond ``held``: declared dead but not yet seen dead, or on the
-    way back from a transition whose last acquisition may still arrive."""
+    """What its process, declared dead but not yet seen dead, may still hold."""
+    late: frozenset[str] = frozenset()
+    """What may still arrive of a transition that it is on the way back from."""
 
 
 class Link(NamedTuple):
@@ -162,7 +163,7 @@ class System:
         """What a worker may hold on its devices at some moment of its move, its ghost included."""
         worker = self.get(world, name)
         bound = self.table(name).holds[worker.dest] if worker.dest is not None else ()
-        return worker.held | worker.undead | frozenset(bound)
+        return worker.held | worker.undead | worker.late | frozenset(bound)
 
     def claims_fit(self, world: World, name: str) -> bool:
         """The ledger: whether every device of the worker can grant all that is claimed on it."""
@@ -180,7 +181,7 @@ class System:
         worker = self.get(world, name)
         bound = self.table(name).holds[worker.dest] if worker.dest is not None else ()
         here, there = self.size(name, worker.held), self.size(name, bound)
-        return max(here, there) + self.size(name, worker.undead)
+        return max(here, there) + self.size(name, worker.undead | worker.late)
 
 
 @dataclass(frozen=True, slots=True)

@@ -351,8 +351,8 @@ class _Replay:
             try:
                 if row.kind == "action":
                     self.act(row)
-                elif row.kind == "transition" and row.trigger == Trigger.CONNECT and not row.ok:
-                    self.connect(row)
+                elif row.kind == "transition" and not row.ok:
+                    self.begin(row)
                     undone.append(row)
             except Refused:
                 continue
@@ -375,8 +375,10 @@ class _Replay:
             return (worker,)
         return tuple(self.system.ends(self.world, self.system.spec.links[joint]))
 
-    def connect(self, row: Row) -> None:
+    def begin(self, row: Row) -> None:
         edge = self.system.table(row.worker).edge(row.trigger, self.part(row.worker).state)
         if edge is not None and edge.joint is not None and self.part(row.worker).move is None:
             ends = joint_ends(self.system, self.world, edge.joint, row.trigger)
             self.apply(Begin(row.trigger, ends))
+        if self.part(row.worker).move is None:
+            raise Refused(row.worker, row.source, row.trigger, ["it began after the death"])

@@ -139,7 +139,7 @@ def test_without_the_claim_of_what_arrives_late_a_device_is_full(
     def forgetful(system: System, world: World, name: str, before: World) -> World:
         world = fall(system, world, name, before)
         worker = system.get(world, name)
-        return system.put(world, name, worker._replace(undead=frozenset()))
+        return system.put(world, name, worker._replace(late=frozenset()))
 
     monkeypatch.setattr(s, "_fall", forgetful)
     assert violation("disaggregated_critic", fine=True) != ""

@@ -210,6 +210,16 @@ def died_in_a_connect(*, released: bool = False) -> FakeRun:
     return recovered(run, "rollout-0")
 
 
+def died_in_a_disconnect(schedule: str) -> FakeRun:
+    run = FakeRun(schedule)
+    run.reach("sync")
+    run.apply(s.Begin("disconnect", ("actor", "rollout-0", "rollout-1")))
+    run.apply(s.Done(s.enabled(run.system, run.world)[0]))
+    run.fault("rollout-0", "died", s.Died("rollout-0"))
+    run.fallen("disconnect", ("actor", "rollout-1"))
+    return recovered(run, "rollout-0")
+
+
 def failed_connect() -> FakeRun:
     run = FakeRun("disaggregated")
     run.reach("sync")
@@ -258,6 +268,8 @@ FAULTS: dict[str, Callable[[], FakeRun]] = {
     "failed push, then a death": failed_push_then_death,
     "died in a connect": died_in_a_connect,
     "died in a connect that had released": lambda: died_in_a_connect(released=True),
+    "died in a disconnect": lambda: died_in_a_disconnect("disaggregated"),
+    "died in a colocated disconnect": lambda: died_in_a_disconnect("colocated_critic"),
     "failed connect": failed_connect,
     "failed wake": failed_wake,
     "actor died while they generate": actor_died_while_they_generate,

@@ -91,7 +91,7 @@ def constant(text: str, where: str, facts: Mapping[str, bool]) -> bool:
     tree, check = _tree(text, where), _Check(text, where)
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id not in facts:
-            check.fail(node, f"unknown fact `{node.id}`, one of {sorted(facts)}")
+            check.fail(node, f"unknown fact `{node.id}`, one of {', '.join(sorted(facts))}")
         if isinstance(node, ast.expr) and not isinstance(node, ast.Name | ast.BoolOp | ast.UnaryOp):
             check.fail(node, f"`when:` speaks of static facts, not of `{ast.unparse(node)}`")
     return bool(eval(compile(ast.Expression(tree), where, "eval"), {}, dict(facts)))
@@ -133,10 +133,10 @@ class _Check:
             case ast.Call(func=ast.Name(id="all" | "any" as kind), args=[body], keywords=[]):
                 named = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)} & {*PLURAL}
                 if bound is not None or len(named) != 1:
-                    self.fail(node, f"{kind}(...) speaks of one of {[*PLURAL]}, not nested")
+                    self.fail(node, f"{kind}(...) speaks of one of {', '.join(PLURAL)}, not nested")
                 self.expression(body, named.pop())
             case ast.Name(id=name) if name not in list(State):
-                self.fail(node, f"unknown name `{name}`, a state is one of {[*State]}")
+                self.fail(node, f"unknown name `{name}`, a state is one of {', '.join(State)}")
             case ast.Constant(value=bool() | int()) | ast.Name():
                 pass
             case ast.Call(func=ast.Name(id="fits"), args=[ast.Name(id="device")], keywords=[]):
@@ -148,9 +148,9 @@ class _Check:
 
     def attribute(self, node: ast.Attribute, owner: str, bound: str | None) -> None:
         if node.attr not in ATTRIBUTES:
-            self.fail(node, f"unknown attribute `{node.attr}`, one of {[*ATTRIBUTES]}")
+            self.fail(node, f"unknown attribute `{node.attr}`, one of {', '.join(ATTRIBUTES)}")
         if owner not in ("self", *Role):
-            self.fail(node, f"unknown role `{owner}`, one of {['self', *Role]}")
+            self.fail(node, f"unknown role `{owner}`, one of self, {', '.join(Role)}")
         if owner in PLURAL and bound != owner:
             self.fail(node, f"there are several {owner} workers: use all(...) or any(...)")
 

@@ -114,7 +114,7 @@ def doctor(as_json: Json = False) -> None:
         table = Table("", "check", "found", "remedy")
         for check in checks:
             status = Text(check.status, styles[check.status])
-            table.add_row(status, check.name, Text(check.detail), Text(check.remedy))
+            table.add_row(status, check.name, check.detail, check.remedy)
         console().print(table)
     if failed:
         raise typer.Exit(1)

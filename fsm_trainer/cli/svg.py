@@ -29,7 +29,8 @@ def state_diagram_svg(states: Mapping[str, Sequence[str]], edges: Iterable[Edge]
     """Draw a machine as one SVG document: states in a row, forward edges above, others below.
 
     ``states`` maps each state, in order, to what it holds; edges between the same two states
-    share one arrow. Raises ``KeyError`` for an edge of an unknown state.
+    share one arrow, and a label may have several lines. Raises ``KeyError`` for an edge of an
+    unknown state.
     """
     place = {name: index for index, name in enumerate(states)}
     merged = _merged(edges)
@@ -39,8 +40,9 @@ def state_diagram_svg(states: Mapping[str, Sequence[str]], edges: Iterable[Edge]
         for side in (True, False)
     }  # fmt: skip
     box = _LINE * (2 + max((len(holds) for holds in states.values()), default=0))
-    top = 24 + _rise(reach[True])
-    bottom = top + box + _rise(reach[False]) + 24
+    rows = max((len(_rows(labels)) for labels in merged.values()), default=1)
+    top = 24 + _rise(reach[True]) + _LINE * (rows - 1)
+    bottom = top + box + _rise(reach[False]) + 24 + _LINE * (rows - 1)
     width = len(states) * (_WIDTH + _GAP) - _GAP + 40
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" '
@@ -74,6 +76,12 @@ def _merged(edges: Iterable[Edge]) -> dict[tuple[str, str], list[str]]:
         if label not in labels:
             labels.append(label)
     return merged
+
+
+def _rows(labels: Sequence[str]) -> list[str]:
+    """The lines of an arrow's labels: one, unless one of them has several."""
+    several = any("\n" in label for label in labels)
+    return "\n".join(labels).split("\n") if several else [", ".join(labels)]
 
 
 def _rise(distance: int) -> int:
@@ -117,8 +125,10 @@ def _arrow(source: int, dest: int, labels: Sequence[str], top: int, box: int) ->
         start, end = _left(source) + _WIDTH / 2 + 20, _left(source) + _WIDTH / 2 - 20
         edge, bulge, label_y = top + box, top + box + 40, top + box + 44
     path = f"M{start} {edge}C{start} {bulge} {end} {bulge} {end} {edge}"
-    text = escape(", ".join(labels))
-    return (
-        f'<path class="edge" d="{path}"/>',
-        f'<text class="label" x="{(start + end) / 2}" y="{label_y}">{text}</text>',
-    )
+    rows, x = _rows(labels), (start + end) / 2
+    first = label_y - _LINE * (len(rows) - 1) if dest > source else label_y
+    texts = [
+        f'<text class="label" x="{x}" y="{first + _LINE * row}">{escape(text)}</text>'
+        for row, text in enumerate(rows)
+    ]
+    return f'<path class="edge" d="{path}"/>', "".join(texts)

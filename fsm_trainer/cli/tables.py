@@ -197,7 +197,8 @@ def graph(
     elif form is Format.SVG:
         if len(names) > 1:
             raise ConfigError(f"--format svg: one drawing a file. Add --role, of {known}")
-        text = state_diagram_svg(*machine(spec, names[0]))
+        holds, edges = machine(spec, names[0])
+        text = state_diagram_svg(holds, [(s, d, _broken(label)) for s, d, label in edges])
     else:
         text = "\n".join(mermaid(spec, name) for name in names)
     if text is None:
@@ -221,6 +222,11 @@ def machine(spec: Spec, name: str) -> tuple[dict[str, tuple[str, ...]], list[Edg
         for t in table.transitions
     ]
     return holds, [(s, d, str(label)) for s, d, label in edges]
+
+
+def _broken(label: str) -> str:
+    """A label whose guard stands below its trigger, a part a line: guards are wider than gaps."""
+    return label.replace(" [", "\n[", 1).replace(" and ", "\nand ")
 
 
 def mermaid(spec: Spec, name: str) -> str:

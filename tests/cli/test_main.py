@@ -17,7 +17,9 @@ from typer.testing import CliRunner, Result
 
 from fsm_trainer.cli.main import app
 from fsm_trainer.cli.shell import command
+from fsm_trainer.cli.tables import transitions_per_step
 from fsm_trainer.machine.errors import ConfigError, DataError, FsmError, WorkerLost
+from fsm_trainer.machine.planner import Move
 from fsm_trainer.machine.spec import default_states, schedules
 from fsm_trainer.runtime.journal import Entry
 from tests.verify.fake import FakeRun
@@ -128,8 +130,12 @@ def test_plan_has_all_sections_and_takes_workers_from_a_configuration() -> None:
     first = document["sections"]["prologue"][0]
     assert first["phase"] == "evaluate"
     assert [m["trigger"] for m in first["moves"]][:2] == ["start", "start"]
-    assert "push" not in document["transitions_per_step"]  # an action, not a transition
     assert told("plan", QUICKSTART, "--rollouts", "3")["workers"][-1] == "rollout-2"
+
+
+def test_a_push_that_is_planned_is_no_transition() -> None:
+    moves = (Move("push", ("actor",)), Move("wake", ("actor",)))
+    assert transitions_per_step({"steady step": [("rollout", moves)]}) == {"wake": {"actor": 1}}
 
 
 # -- graph ---------------------------------------------------------------------------------------
@@ -150,7 +156,11 @@ def test_graph_draws_every_machine_the_link_too(tmp_path: Path) -> None:
     assert "    opening --> up: opened" in text
     path = tmp_path / "new" / "actor.svg"
     assert call("graph", "--role", "actor", "--format", "svg", "--out", str(path)).exit_code == 0
-    assert path.read_text().startswith("<svg")
+    image = path.read_text()
+    assert image.startswith("<svg")
+    assert ">wake</text>" in image  # the parts of its guard stand in lines of their own
+    assert ">[fits(device)</text>" in image
+    assert ">and self.in_flight == 0]</text>" in image
     machines = told("graph")
     assert list(machines) == ["actor", "critic", "rollout", "link"]
     assert machines["rollout"]["states"]["sleeping"] == ["engine"]

@@ -98,7 +98,8 @@ MISTAKES = {
         "workers: 2", "zzz: 2 # HERE", "rollout.zzz", "2", "Known are: copies, engine,"
     ),
     "a key of the other algorithm": Mistake(
-        "minibatches: 2", "normalize_std: true # HERE", "algorithm.normalize_std", "True", "Known"
+        "minibatches: 2", "normalize_std: true # HERE", "algorithm.normalize_std", "True",
+        "minibatches, name, temperature,",
     ),
     "not a whole number": Mistake("steps: 4", "steps: few # HERE", "steps", "'few'", "whole"),
     "half a step": Mistake("steps: 4", "steps: 4.5 # HERE", "steps", "4.5", "whole number"),
@@ -299,8 +300,15 @@ SETTINGS = {
     "wrong choice": (["algorithm.name=ddpg"], "--set algorithm.name=ddpg", "'ppo', 'grpo'"),
     "contradiction": (["rollout.workers=9"], "--set rollout.workers=9", "At most 8"),
     "the last one counts": (["steps=2", "steps=-1"], "--set steps=-1", "at least 0"),
+    "the group counts": (
+        ["rollout.workers=2", "rollout={workers: 0}"], "--set rollout={workers: 0}", "at least 1"
+    ),
+    "the last one counts, whatever its depth": (
+        ["rollout.workers=0", "rollout={workers: 1}", "rollout.workers=-1"],
+        "--set rollout.workers=-1", "at least 1",
+    ),
     "a new group": (["link.timeot=3"], "--set link.timeot=3", "Did you mean timeout?"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)

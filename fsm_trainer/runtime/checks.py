@@ -160,7 +160,7 @@ class Checks:
         trainers, engines = config.actor.ranks, config.rollout.workers
         needed = max(trainers, engines) if colocated else trainers + engines
         remedy = "More devices, fewer workers, or cluster.gpus: 0 for the CPU."
-        if 0 < gpus < needed:
+        if 0 < gpus < needed and not config.cluster.share_devices:
             how = "the larger of both, colocated" if colocated else "their sum, disaggregated"
             problem = f"{trainers} actor ranks and {engines} rollout workers need {needed} ({how})"
             raise self.fail("cluster.gpus", gpus, problem, remedy)

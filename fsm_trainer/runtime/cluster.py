@@ -8,6 +8,7 @@ answered while the work blocks in a collective.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ from typing import Any
 
 import ray
 import structlog
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RaySystemError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -98,6 +99,7 @@ class Cluster:
         self._run_dir, self._folder = run_dir, ""
         self._handles: dict[str, _Handle] = {}
         self._group: PlacementGroup | None = None
+        logging.getLogger("ray").setLevel(logging.ERROR)
         cpus = sum(bundle.get("CPU", 0) for bundle in bundles)
         if config.address is None:
             # Ray's sockets live in there, and a socket's path is limited to 107 bytes.
@@ -156,6 +158,7 @@ class Cluster:
         made = handle.actor.setup.remote(recipe.arguments)
         node, pid = await self._await(recipe.name, made, seconds)
         handle.pid = pid if node == ray.get_runtime_context().get_node_id() else None
+        log.debug("a process is up", worker=recipe.name, pid=pid)
 
     async def call(
         self, name: str, method: str, *arguments: Any, seconds: float, **how: Any
@@ -195,6 +198,8 @@ class Cluster:
             raise ActionFailed(
                 f"{name} raised {type(cause).__name__}: {cause} (its traceback stands in the log)"
             ) from None
+        except RaySystemError as error:
+            raise ActionFailed(f"{name}: Ray could not carry the answer: {error}") from None
         except RayActorError as error:
             log.debug("a process is gone", worker=name, story=str(error))
             raise WorkerLost(f"{name}'s process is gone: {_last_line(error)}") from None
@@ -422,5 +427,5 @@ def _signal(pid: int) -> None:
 
 def _last_line(error: Exception) -> str:
     """Ray ends its story with the cause."""
-    lines = str(error).strip().splitlines()
+    lines = str(error).partition("Some common causes")[0].strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

@@ -94,6 +94,9 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     """A Ray cluster to join; by default a local one is started and ended with the run."""
     gpus: int = Field(default=0, ge=0)
     """Devices for the run; 0 trains on the CPU."""
+    share_devices: bool = False
+    """Whether processes may share a device that the schedule gives to one alone; between them
+    NCCL 2.30 or newer is needed, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``."""
 
 
 class LinkConfig(BaseModel, extra="forbid", frozen=True):

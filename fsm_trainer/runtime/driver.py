@@ -161,10 +161,12 @@ class Driver:
             await self._phase("evaluate")
             self.progress.step = step
             self.progress.phases.clear()
-        lanes = self.spec.schedule.lanes.values()
-        async with asyncio.TaskGroup() as group:
-            for lane in lanes:
-                group.create_task(self._lane(lane, step))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for lane in self.spec.schedule.lanes.values():
+                    group.create_task(self._lane(lane, step))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # one lane's error has cancelled the others
         self.metrics.write(
             step,
             self.progress.numbers,

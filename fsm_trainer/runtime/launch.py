@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -229,13 +230,12 @@ class _Layout:
         trainers, engines = config.actor.ranks, config.rollout.workers
         self._colocated = bool(run.spec.schedule.facts.get("colocated"))
         slots = max(trainers, engines) if self._colocated else trainers + engines
-        self.gpus = config.cluster.gpus / slots if config.cluster.gpus else 0.0
-        self.gpus = min(self.gpus, 1.0)
+        self.gpus = _floor(min(config.cluster.gpus / slots, 1.0))
         tenants = len(run.spec.roles)
         bundle = {"CPU": float(tenants), **({"GPU": self.gpus} if self.gpus else {})}
         self.bundles = [dict(bundle) for _ in range(slots)] + [{"CPU": 1.0}]
         self.data_bundle = slots
-        self._share = self.gpus / tenants
+        self._share = _floor(self.gpus / tenants)
 
     def ranks(self, role: Role) -> int:
         """Processes of a worker of this role."""
@@ -248,6 +248,11 @@ class _Layout:
         index = int(name.rpartition("-")[2])
         first = 0 if self._colocated else self._run.config.actor.ranks
         return first + index, self._share
+
+
+def _floor(share: float) -> float:
+    """Ray counts shares of a device in ten-thousandths."""
+    return math.floor(share * 10_000) / 10_000
 
 
 @contextmanager

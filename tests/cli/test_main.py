@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import typer.main
@@ -17,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from fsm_trainer.cli.main import app
 from fsm_trainer.cli.shell import command
+from fsm_trainer.cli.svg import state_diagram_svg
 from fsm_trainer.cli.tables import transitions_per_step
 from fsm_trainer.machine.errors import ConfigError, DataError, FsmError, WorkerLost
 from fsm_trainer.machine.planner import Move
@@ -167,6 +169,18 @@ def test_graph_draws_every_machine_the_link_too(tmp_path: Path) -> None:
     sleep = {"trigger": "sleep", "from": "awake", "to": "sleeping"}
     guarded = {**sleep, "guard": "self.in_flight == 0", "joint": None}
     assert guarded in machines["critic"]["transitions"]
+
+
+def test_the_lines_of_a_label_stand_beside_its_arrow_and_not_on_the_states() -> None:
+    image = ElementTree.fromstring(
+        state_diagram_svg({"a": (), "b": ()}, [("a", "b", "up\n[x]"), ("b", "a", "down\n[y]")])
+    )
+    space = "{http://www.w3.org/2000/svg}"
+    box = next(image.iter(f"{space}rect"))
+    top, height = float(box.get("y", "")), float(box.get("height", ""))
+    rows = {text.text: float(text.get("y", "")) for text in image.iter(f"{space}text")}
+    assert 0 < rows["up"] < rows["[x]"] < top
+    assert top + height < rows["down"] < rows["[y]"] < float(image.get("height", ""))
 
 
 # -- explain -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ transition, the held-out rewards, and the conditions: date, hardware, versions, 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -42,9 +43,16 @@ def conditions() -> dict[str, Any]:
     found["cpus"] = os.cpu_count()
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
-        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        found["nccl"] = _nccl()
     found["environment"] = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
     return found
+
+
+def _nccl() -> int:
+    """The version of the library that is loaded, not of the one that torch was built with."""
+    version = ctypes.c_int()
+    ctypes.CDLL(None).ncclGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def figures(folder: Path) -> dict[str, Any]:

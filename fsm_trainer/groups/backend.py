@@ -168,7 +168,8 @@ def _nccl(store: Store, rank: int, size: int, device: torch.device, timeout: flo
     nccl: Any = distributed.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout + _WATCHDOG_SLACK)
-    torch.cuda.set_device(device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     with _errors_left_to_the_lease():
         group: Backend = nccl(store, rank, size, options)
     return group

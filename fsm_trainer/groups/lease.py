@@ -292,7 +292,7 @@ class Lease:
             _warm(group, deadline)
         except FsmError as error:
             self._open_error = error
-        except (RuntimeError, OSError) as error:
+        except Exception as error:  # whatever it is, who waits for the opening must hear of it
             # The client may be in the middle of an answer: the next epoch takes a new one.
             forget(me.store, owner)
             self._open_error = PeerLost(

@@ -273,8 +273,10 @@ class Reconciler:
             while todo:
                 done, todo = await asyncio.wait(todo, return_when=asyncio.FIRST_COMPLETED)
                 for name, task in tasks.items():
-                    if task in done and task.exception() is not None:
-                        await self._broken(name, task.exception(), todo)
+                    problem = _problem(task) if task in done else None
+                    if problem is not None:
+                        log.debug("a worker failed", worker=name, error=str(problem))
+                        await self._broken(name, problem, todo)
         except asyncio.CancelledError:
             for task in todo:
                 task.cancel()
@@ -282,7 +284,7 @@ class Reconciler:
         return {n: t.exception() or t.result() for n, t in tasks.items()}
 
     async def _broken(
-        self, name: str, error: BaseException | None, others: Collection[object]
+        self, name: str, error: BaseException | str, others: Collection[object]
     ) -> None:
         if isinstance(error, WorkerLost):
             await self._declare_dead(name, str(error))
@@ -359,6 +361,15 @@ class Reconciler:
                 ok=error is None,
                 error=error,
             )
+
+
+def _problem(task: asyncio.Future[Any]) -> BaseException | str | None:
+    """What a call ended with, if not well: an error, or a report of an effect that failed."""
+    error = task.exception()
+    if error is not None:
+        return error
+    result = task.result()
+    return result.error if isinstance(result, Report) and result.failed is not None else None
 
 
 def shares(names: Sequence[str], parts: Sequence[Any], *more: Any) -> dict[str, tuple[Any, ...]]:

@@ -1,0 +1,214 @@
+"""The generated parts of README and ``docs/``; ``python -m fsm_trainer.cli.docs`` writes them.
+
+A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; a test sees it drift.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, cast, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_json
+
+from fsm_trainer.cli.tables import DEFAULT_SCHEDULE, LINK, STEADY, machine, mermaid
+from fsm_trainer.machine.errors import ConfigError
+from fsm_trainer.machine.names import Role
+from fsm_trainer.machine.planner import plan_run
+from fsm_trainer.machine.spec import Spec, load, schedules
+from fsm_trainer.machine.world import System
+from fsm_trainer.runtime.config import RunConfig
+from fsm_trainer.runtime.journal import Entry
+from fsm_trainer.runtime.metrics import MetricsRow
+
+BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *([c.replace("|", r"\|") for c in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def machines() -> str:
+    """The machines of the default schedule as Mermaid."""
+    spec = load(DEFAULT_SCHEDULE)
+    drawn = (mermaid(spec, name) for name in [*map(str, spec.roles), LINK])
+    return "\n\n".join(f"```mermaid\n{text}```" for text in drawn)
+
+
+def phases(schedule: str = DEFAULT_SCHEDULE) -> str:
+    """The phases of a steady step: what each wants, and the transitions that the planner finds."""
+    spec = load(schedule)
+    rows = []
+    for name, moves in plan_run(System.of(spec, 2))[STEADY]:
+        phase = spec.phases[name]
+        wants = [" or ".join(sorted(phase.wants.get(role, {"–"}))) for role in spec.roles]
+        planned = ", ".join(map(str, moves)) or "none"
+        rows.append([name, *wants, planned, phase.action or "–"])
+    return table(["phase", *map(str, spec.roles), "planned transitions", "action"], rows)
+
+
+def roles() -> str:
+    """Every role's machine; schedules in which it is the same share a section."""
+    sections = []
+    for name in [*map(str, Role), LINK]:
+        found: dict[str, list[str]] = {}
+        for schedule in schedules():
+            spec = load(schedule)
+            if name in [*spec.roles, LINK]:
+                found.setdefault(_role(spec, name), []).append(schedule)
+        for text, where in found.items():
+            title = f"## {name}" + (f": {', '.join(where)}" if len(found) > 1 else "")
+            sections.append(f"{title}\n\n{text}")
+    return "\n\n".join(sections)
+
+
+def _role(spec: Spec, name: str) -> str:
+    holds, edges = machine(spec, name)
+    if name == LINK:
+        return table(["trigger", "from", "to"], [[t, s, d] for s, d, t in edges])
+    role = spec.roles[Role(name)]
+    moves = [
+        [t.trigger, t.source, t.dest, _code(t.guard.text), t.joint or ""] for t in role.transitions
+    ]
+    work = [
+        [a.name, ", ".join(sorted(a.needs)), _code(a.guard.text), a.joint or ""]
+        for a in role.actions.values()
+    ]
+    return "\n\n".join([
+        table(["state", "holds"], [[s, ", ".join(held) or "nothing"] for s, held in holds.items()]),
+        table(["trigger", "from", "to", "guard", "joint"], moves),
+        table(["action", "needs", "guard", "joint"], work),
+    ])  # fmt: skip
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def steps() -> str:
+    """Every schedule's steady step."""
+    return "\n\n".join(f"## {name}\n\n{phases(name)}" for name in schedules())
+
+
+def configuration() -> str:
+    """Every field of a configuration, a section a group."""
+    return "\n\n".join(_sections(RunConfig, "", {}))
+
+
+def _sections(model: type[BaseModel], path: str, seen: dict[type[BaseModel], str]) -> Iterator[str]:
+    kinds = {n: get_args(f.annotation) for n, f in model.model_fields.items() if _is_kind(f)}
+    title = ", ".join([f"`{path}`"] * bool(path) + [f"`{n}: {v[0]}`" for n, v in kinds.items()])
+    first = seen.setdefault(model, title or "The top level")
+    if first != (title or "The top level"):
+        yield f"## {title}\n\nThe same fields as {first}."
+        return
+    yield f"## {first}\n\n{_plain(inspect.getdoc(model))}\n\n{fields(model)}"
+    for name, field in model.model_fields.items():
+        below = f"{path}.{name}".lstrip(".")
+        below += ".NAME" if get_origin(field.annotation) is dict else ""
+        for group in _models(field.annotation):
+            yield from _sections(group, below, seen)
+
+
+def _is_kind(field: FieldInfo) -> bool:
+    """Whether a field says which of several kinds its group is."""
+    return get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+
+
+def fields(model: type[BaseModel]) -> str:
+    """A table of a model's fields: name, type with bounds, default, and the docstring below it."""
+    told, rows = _docstrings(model), []
+    for name, field in model.model_fields.items():
+        groups, default = _models(field.annotation), field.default
+        bounds = (
+            f", {sign} {getattr(limit, at):g}"
+            for limit in field.metadata
+            for at, sign in BOUNDS.items()
+            if getattr(limit, at, None) is not None
+        )
+        kind = re.sub(r"[\w.]+\.(\w+)", r"\1", inspect.formatannotation(field.annotation))
+        if field.is_required():
+            stands = "required"
+        else:
+            stands = "" if isinstance(default, BaseModel) else f"`{to_json(default).decode()}`"
+        meaning = told.get(name) or (inspect.getdoc(groups[0]) if groups else "")
+        kind = "group" if groups else f"`{kind}`"
+        row = [f"`{field.alias or name}`", kind + "".join(bounds), stands, _plain(meaning)]
+        rows.append(row)
+    return table(["field", "type", "default", "meaning"], rows)
+
+
+def _plain(text: str | None) -> str:
+    """The first paragraph of a docstring as one line of Markdown."""
+    return " ".join((text or "").partition("\n\n")[0].replace("``", "`").split())
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
+
+
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """What stands below each field in the source, inherited ones included."""
+    found: dict[str, str] = {}
+    for base in reversed(model.__mro__[: model.__mro__.index(BaseModel)]):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        for field, below in pairwise(cast(ast.ClassDef, tree.body[0]).body):
+            match field, below:
+                case (ast.AnnAssign(target=ast.Name(id=name)),
+                      ast.Expr(value=ast.Constant(value=str(text)))):  # fmt: skip
+                    found[name] = text
+    return found
+
+
+PARTS: Mapping[str, Callable[[], str]] = {
+    "machines": machines, "phases": phases, "roles": roles, "steps": steps,
+    "configuration": configuration, "journal": lambda: fields(Entry),
+    "metrics": lambda: fields(MetricsRow),
+}  # fmt: skip
+
+
+def anew(root: Path) -> dict[Path, str]:
+    """Each file with generated parts, and the text that it should have.
+
+    Raises:
+        ConfigError: nothing generates a part of that name.
+    """
+
+    def part(found: re.Match[str]) -> str:
+        name = found[1]
+        if name not in PARTS:
+            raise ConfigError(f"{path}: nothing generates {name!r}. Known are: {', '.join(PARTS)}")
+        return f"<!-- begin {name} -->\n{PARTS[name]()}\n<!-- end {name} -->"
+
+    texts = {}
+    for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        texts[path] = re.sub(r"(?s)<!-- begin (\S+) -->.*?<!-- end \1 -->", part, text)
+    return texts
+
+
+def check(root: Path) -> list[Path]:
+    """The files that have drifted."""
+    return [path for path, text in anew(root).items() if text != path.read_text(encoding="utf-8")]
+
+
+def write(root: Path) -> None:
+    """Write every generated part anew."""
+    for path, text in anew(root).items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(*sys.argv[1:2]))

@@ -1,0 +1,118 @@
+"""The examples: each is valid, runs, does what its plan says, and its journal conforms."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fsm_trainer.machine.names import Trigger
+from fsm_trainer.machine.planner import plan_run
+from fsm_trainer.machine.spec import schedules
+from fsm_trainer.runtime.config import Run, load_config
+from fsm_trainer.runtime.journal import Kind, read_journal
+from fsm_trainer.runtime.metrics import MetricsRow, Stage, read_metrics
+from fsm_trainer.verify.conformance import check_journal
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+STEPS = 2
+SHORT = (f"steps={STEPS}", "warmup.steps=10", "evaluation.every=0", "data.evaluation_limit=32")
+
+
+def train(name: str, out: Path, *settings: str, seconds: float = 240) -> list[MetricsRow]:
+    """Run an example in processes of its own; its metrics."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "fsm_trainer.cli.main", "run", f"examples/{name}.yaml"]
+    done = subprocess.run(
+        [*command, "--out", str(out), *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return read_metrics(out / "metrics.jsonl")
+
+
+def planned(run: Run) -> Counter[tuple[str, str]]:
+    """How often each worker takes each trigger in a run with a warm-up."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for section, phases in plan_run(run.system).items():
+        times = run.config.steps - 1 if section == "steady step" else 1
+        moves = [move for _, moves in phases for move in moves if move.name in list(Trigger)]
+        for move in moves:
+            counts.update({(worker, move.name): times for worker in move.workers})
+    return counts
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_valid(path: Path) -> None:
+    assert load_config(path).config.steps > 0
+
+
+def test_every_schedule_has_an_example() -> None:
+    assert {load_config(path).spec.name for path in EXAMPLES} == set(schedules())
+
+
+@pytest.mark.parametrize("name", ["quickstart", "grpo"])
+def test_an_example_runs_and_does_what_its_plan_says(name: str, tmp_path: Path) -> None:
+    run = load_config(ROOT / "examples" / f"{name}.yaml", SHORT)
+
+    rows = train(name, tmp_path / "run", *SHORT)
+
+    assert [row.stage for row in rows] == [Stage.START, Stage.WARMUP, None, None, Stage.END]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
+    entries = read_journal(tmp_path / "run" / "journal.jsonl")
+    taken = Counter((e.worker, e.trigger) for e in entries if e.kind is Kind.TRANSITION)
+    assert taken == planned(run)
+    assert check_journal([entry.model_dump() for entry in entries], run.spec) is None
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_smollm2_trains_two_steps(tmp_path: Path) -> None:
+    rows = train("smollm2", tmp_path / "run", seconds=1400)
+    assert [row.step for row in rows if row.stage is None] == [1, 2]
+    kl = [row.train_kl for row in rows if row.stage is None]
+    assert kl[0] == 0 and kl[1] is not None and kl[1] > 0
+
+
+def rise(rows: list[MetricsRow]) -> float:
+    """How far the held-out reward rose from the end of the warm-up to the end of the run."""
+    rewards = {row.stage: row.eval_reward for row in rows if row.stage is not None}
+    before, after = rewards[Stage.WARMUP], rewards[Stage.END]
+    assert before is not None and after is not None
+    return after - before
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_learns(seed: int, tmp_path: Path) -> None:
+    assert rise(train("quickstart", tmp_path / "run", f"seed={seed}", seconds=800)) >= 0.2
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_at_learning_rate_0_the_quickstart_does_not_move(tmp_path: Path) -> None:
+    rows = train("quickstart", tmp_path / "run", "actor.learning_rate=0", seconds=800)
+    assert abs(rise(rows)) < 0.05
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_grpo_learns(tmp_path: Path) -> None:
+    assert rise(train("grpo", tmp_path / "run", seconds=800)) >= 0.05
+
+
+def test_the_loop_in_torch_learns_over_three_sleeps(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = runpy.run_path(str(ROOT / "examples" / "embed_loop.py"))["main"]()
+    # A loop that forgot its weights or its optimizer in sleep would begin anew each time.
+    assert losses[0] > 10 * losses[1] > 100 * losses[2]
+    assert "sleeping at version 1.150" in capsys.readouterr().out

@@ -229,7 +229,9 @@ def _held_by(item: object) -> list[Any]:
 
 def _view(data: torch.Tensor) -> memoryview:
     # Not by way of numpy, to which a storage can be lent only by giving up resizing it for good.
-    return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
+    array = (ctypes.c_char * data.numel()).from_address(data.data_ptr())
+    array.keeps = data  # type: ignore[attr-defined]  # a copy from the device has no other owner
+    return memoryview(array).cast("B")
 
 
 def _chunks(storages: Sequence[torch.UntypedStorage]) -> Iterator[torch.Tensor]:

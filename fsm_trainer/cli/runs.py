@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.text import Text
 
 from fsm_trainer.cli.shell import Json, Overrides, States, command, console, print_json
 from fsm_trainer.machine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fsm_trainer.runtime.config import Run
 
 
 @command
@@ -30,6 +33,13 @@ def run(
     resume: Annotated[
         Path | None,
         typer.Option("--resume", metavar="DIR", help="Go on with the run in this folder."),
+    ] = None,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Generate and score only, into trajectories/.")
+    ] = False,
+    train_only: Annotated[
+        Path | None,
+        typer.Option("--train-only", metavar="DUMP", help="Train on a --rollout-only run's files."),
     ] = None,
     states: States = None,
 ) -> None:
@@ -49,12 +59,30 @@ def run(
         raise ConfigError("CONFIG: no file is given. Give one, or --resume with a run's folder")
     target = folder or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     loaded = load_config(config, overrides or (), states)
+    if rollout_only or train_only is not None:
+        loaded = _limited(loaded, rollout_only, train_only)
     _writable(target)
     from fsm_trainer.runtime.launch import launch
 
     terminal = Console()
     launch(loaded, target.resolve(), terminal, resume=resume is not None)
     terminal.print(f"run folder: {target}", highlight=False, markup=False)
+
+
+def _limited(loaded: Run, rollout_only: bool, dump: Path | None) -> Run:
+    from fsm_trainer.data.dump import dump_path
+    from fsm_trainer.runtime.config import Only
+
+    if dump is None:
+        return replace(loaded, only=Only.ROLLOUT)
+    if rollout_only:
+        raise ConfigError("--train-only: it contradicts --rollout-only. Remove one of them")
+    for step in range(1, loaded.config.steps + 1):
+        path = dump_path(dump, step)
+        if not path.is_file():
+            remedy = f"Give the --out of a --rollout-only run, or --set steps={step - 1}"
+            raise ConfigError(f"--train-only {dump}: {path} is missing. {remedy}")
+    return replace(loaded, only=Only.TRAIN, dump=dump.resolve())
 
 
 def _writable(target: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,6 +148,13 @@ class RunConfig(BaseModel, extra="forbid", frozen=True):
     deadlines: DeadlineConfig = DeadlineConfig()
 
 
+class Only(StrEnum):
+    """What a run for debugging is limited to."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+
+
 @dataclass(frozen=True)
 class Run:
     """A validated configuration with all that follows from it."""
@@ -159,6 +167,29 @@ class Run:
     path: Path | None = None
     document: dict[str, Any] = field(default_factory=dict)
     """What the file and ``--set`` gave, to be kept in the run's folder."""
+    only: Only | None = None
+    """Generate and score only, into files; or train only, from such files."""
+    dump: Path | None = None
+    """The folder of the run that wrote the files."""
+
+    @property
+    def engines(self) -> int:
+        """Rollout workers of the run."""
+        return 0 if self.only is Only.TRAIN else self.config.rollout.workers
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the run begins with supervised steps."""
+        return self.config.warmup.steps > 0 and self.only is None
+
+    def phases(self, names: Sequence[str]) -> list[str]:
+        """Those of a sequence's phases that the run has."""
+        skipped = {
+            None: set() if self.warms_up else {"warm_up"},
+            Only.ROLLOUT: {"warm_up", "evaluate", "values", "train", "push"},
+            Only.TRAIN: {"warm_up", "evaluate", "generate", "push"},
+        }[self.only]
+        return [name for name in names if self.spec.phases[name].action not in skipped]
 
     @property
     def critic(self) -> RoleConfig | None:
@@ -169,7 +200,7 @@ class Run:
     @property
     def system(self) -> System:
         """The machines of the run, composed."""
-        return System.of(self.spec, self.config.rollout.workers)
+        return System.of(self.spec, self.engines)
 
     def optimizer_steps(self, role: Role) -> int:
         """Optimizer steps of the whole run, for the learning-rate schedule."""

@@ -16,13 +16,14 @@ from typing import Any, Protocol
 import structlog
 
 from fsm_trainer.algorithms.config import PPOConfig
+from fsm_trainer.data.dump import dump_path
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.machine.errors import DataError, SelfCheckFailed
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.planner import actors_of
 from fsm_trainer.machine.version import Version
 from fsm_trainer.runtime.checkpoints import Checkpoints, Position
-from fsm_trainer.runtime.config import Run
+from fsm_trainer.runtime.config import Only, Run
 from fsm_trainer.runtime.metrics import MetricsWriter, Stage
 from fsm_trainer.runtime.port import Outcome
 from fsm_trainer.runtime.reconciler import Reconciler, TrainerLost, shares
@@ -47,6 +48,14 @@ class DataPort(Protocol):
 
     async def warmup_pairs(self) -> Any:
         """A reference to what the warm-up learns."""
+        ...
+
+    async def dump(self, path: Path, payload: Any) -> None:
+        """Write scored trajectories into a file."""
+        ...
+
+    async def undump(self, path: Path) -> Outcome:
+        """Scored trajectories from a file, as :meth:`score` gives them."""
         ...
 
     async def state(self) -> dict[str, Any]:
@@ -143,10 +152,8 @@ class Driver:
         self._manifest = None
 
     async def _sequence(self, phases: tuple[str, ...]) -> None:
-        for phase in phases:
+        for phase in self.run.phases(phases):
             if phase == "warm_up":
-                if not self.config.warmup.steps:
-                    continue
                 self.progress.stage = Stage.WARMUP
             elif phase == "evaluate" and self.progress.stage in self._evaluated:
                 continue
@@ -156,7 +163,7 @@ class Driver:
         began = time.monotonic()
         self.progress = Progress(step, Stage.TRAIN)
         every = self.config.evaluation.every
-        if every and step > 1 and (step - 1) % every == 0:
+        if every and step > 1 and (step - 1) % every == 0 and self.run.only is None:
             self.progress.step = step - 1
             await self._phase("evaluate")
             self.progress.step = step
@@ -177,7 +184,9 @@ class Driver:
         await self._finish_checkpoint(step)
 
     async def _lane(self, phases: tuple[str, ...], step: int) -> None:
-        for phase in phases:
+        if self.run.only is Only.TRAIN:
+            await self._undump(step)
+        for phase in self.run.phases(phases):
             if self._critic_warms(step) and self.spec.phases[phase].action in ("train", "push"):
                 continue
             await self._phase(phase)
@@ -205,10 +214,19 @@ class Driver:
         seed = derive(self.config.seed, "rollout", self.progress.step)
         results = await self.reconciler.act("generate", shares(names, shards, temperature, seed))
         scored = await self.data.score([results[n].payload for n in names])
+        self.progress.tokens += sum(results[n].value for n in names)
+        self._take(scored)
+        if self.run.only is Only.ROLLOUT:
+            await self.data.dump(dump_path(self.folder, self.progress.step), scored.payload)
+
+    async def _undump(self, step: int) -> None:
+        self._take(await self.data.undump(dump_path(self.run.dump or self.folder, step)))
+
+    def _take(self, scored: Outcome) -> None:
+        """The step trains on these trajectories."""
         if not scored.value["count"]:
             raise DataError(f"step {self.progress.step}: no trajectory came back whole")
         self.progress.batch = scored.payload
-        self.progress.tokens += sum(results[n].value for n in names)
         means = {f"reward/{k}": v for k, v in scored.value.items() if k != "count"}
         self.progress.numbers |= {**means, "train/reward": scored.value["reward"]}
 
@@ -303,6 +321,8 @@ class Driver:
         log.info("the push is bit-exact", tensors=len(expected), engines=len(sinks))
 
     def _due(self) -> bool:
+        if self.run.only is Only.ROLLOUT:
+            return False
         every, step = self.config.checkpoint.every, self.progress.step
         return step == self.config.steps or bool(every and step % every == 0)
 

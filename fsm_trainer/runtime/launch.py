@@ -22,13 +22,14 @@ from fsm_trainer.groups.rendezvous import Rendezvous
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.runtime.checkpoints import Checkpoints
-from fsm_trainer.runtime.cluster import Cluster, RayData, RayPort, Recipe
+from fsm_trainer.runtime.cluster import Cluster, Recipe
 from fsm_trainer.runtime.config import RoleConfig, Run
 from fsm_trainer.runtime.driver import Driver
 from fsm_trainer.runtime.driver import Progress as StepProgress
 from fsm_trainer.runtime.journal import Journal
 from fsm_trainer.runtime.logs import Logs
 from fsm_trainer.runtime.metrics import MetricsWriter, Sink, TensorBoard, WeightsAndBiases
+from fsm_trainer.runtime.ray_ports import RayData, RayPort
 from fsm_trainer.runtime.reconciler import Reconciler
 from fsm_trainer.workers.host import Place
 
@@ -180,7 +181,7 @@ class _Launch:
             host = "fsm_trainer.workers.rollout:RolloutHost"
             return Recipe(process, host, arguments, bundle, gpus=gpus)
         settings = self._trainer_settings(role)
-        warmed = role is Role.CRITIC and config.warmup.steps > 0
+        warmed = role is Role.CRITIC and run.warms_up
         arguments = {
             "place": place,
             "config": settings,
@@ -227,7 +228,7 @@ class _Layout:
 
     def __init__(self, run: Run) -> None:
         config, self._run = run.config, run
-        trainers, engines = config.actor.ranks, config.rollout.workers
+        trainers, engines = config.actor.ranks, run.engines
         self._colocated = bool(run.spec.schedule.facts.get("colocated"))
         slots = max(trainers, engines) if self._colocated else trainers + engines
         self.gpus = _floor(min(config.cluster.gpus / slots, 1.0))

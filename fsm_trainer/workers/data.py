@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from fsm_trainer.data.dump import read_dump, write_dump
 from fsm_trainer.data.models import ModelSpec, encode_prompt, load_tokenizer, resolve_model
 from fsm_trainer.data.rewards import RewardConfig, RewardPool
 from fsm_trainer.data.sources import DataConfig, DataSource
@@ -57,6 +58,15 @@ class DataHost:
             (encode_prompt(tokenizer, prompt), [*encode_prompt(tokenizer, answer), eos])
             for prompt, answer in answered
         ]
+
+    def dump(self, path: Path, trajectories: Sequence[Trajectory]) -> None:
+        """Write scored trajectories into a file."""
+        write_dump(path, trajectories)
+
+    def undump(self, path: Path) -> tuple[list[Trajectory], dict[str, float]]:
+        """Scored trajectories from a file, and means over them."""
+        trajectories = read_dump(path)
+        return trajectories, _means(trajectories)
 
     def state(self) -> dict[str, Any]:
         """The position in the data, for a checkpoint."""

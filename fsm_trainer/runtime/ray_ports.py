@@ -1,0 +1,192 @@
+"""Ports over the processes of a cluster: one for each worker, and one for the data worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsm_trainer.machine.errors import WorkerLost
+from fsm_trainer.machine.lifecycle import Report
+from fsm_trainer.machine.version import Version
+from fsm_trainer.machine.world import Worker, World
+from fsm_trainer.runtime.cluster import CONTROL, Cluster, Recipe
+from fsm_trainer.runtime.config import DeadlineConfig
+from fsm_trainer.runtime.port import Outcome
+from fsm_trainer.workers.host import Status
+
+
+class RayPort:
+    """A worker port over the processes of a :class:`Cluster`, one for each rank."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        recipes: Callable[[], list[Recipe]],
+        deadlines: DeadlineConfig,
+    ) -> None:
+        self._cluster, self._name, self._deadlines = cluster, name, deadlines
+        self._make, self.recipes = recipes, recipes()
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the worker."""
+        return len(self.recipes)
+
+    def start(self) -> None:
+        """Start the processes; :meth:`setup` waits for them."""
+        for recipe in self.recipes:
+            self._cluster.start(recipe)
+
+    async def setup(self) -> None:
+        """Make the hosts, from the newest checkpoint, and wait until they can be called."""
+        self.recipes = self._make()
+        seconds = self._deadlines.transition
+        await asyncio.gather(*(self._cluster.setup(r, seconds) for r in self.recipes))
+
+    async def _all(self, method: str, *arguments: Any, seconds: float, **how: Any) -> list[Any]:
+        calls = (
+            self._cluster.call(r.name, method, *arguments, seconds=seconds, **how)
+            for r in self.recipes
+        )
+        return await _together(calls)
+
+    async def _report(self, method: str, *arguments: Any) -> Report:
+        """All ranks' reports as one: what failed on any has failed, what all did is done."""
+        reports: list[Report] = await self._all(
+            method, *arguments, seconds=self._deadlines.transition
+        )
+        failed = [report for report in reports if report.failed is not None]
+        return min(failed or reports, key=lambda report: len(report.done))
+
+    async def begin(
+        self, trigger: str, epoch: int, version: Version | None, world: World, generation: int
+    ) -> Report:
+        """See :class:`~fsm_trainer.runtime.port.WorkerPort`, here and below."""
+        return await self._report("begin", trigger, epoch, version, world, generation)
+
+    async def acquire(self) -> Report:
+        """All ranks together."""
+        return await self._report("acquire")
+
+    async def commit(self) -> Worker:
+        """All ranks together."""
+        return await self._worker("commit")
+
+    async def undo(self) -> Worker:
+        """All ranks together."""
+        return await self._worker("undo")
+
+    async def sever(self, link: str, world: World) -> Worker:
+        """All ranks together."""
+        return await self._worker("sever", link, world)
+
+    async def _worker(self, method: str, *arguments: Any) -> Worker:
+        workers = await self._all(method, *arguments, seconds=self._deadlines.transition)
+        first: Worker = workers[0]
+        if any(w.state != first.state for w in workers):
+            states = [str(w.state) for w in workers]
+            raise WorkerLost(f"the ranks of {self._name} disagree after {method}: {states}")
+        return first
+
+    async def act(self, action: str, world: World, arguments: tuple[Any, ...]) -> Outcome:
+        """All ranks together; rank 0's outcome counts."""
+        seconds = self._deadlines.action
+        calls = (
+            self._cluster.outcome(r.name, "act", action, world, *arguments, seconds=seconds)
+            for r in self.recipes
+        )
+        outcomes: list[Outcome] = await _together(calls)
+        return outcomes[0]
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """All ranks together (they may communicate); rank 0's value counts."""
+        return (await self._all(method, *arguments, seconds=self._deadlines.transition))[0]
+
+    async def died(self, peer: str) -> None:
+        """Told at once, also while a collective blocks."""
+        await self._all("died", peer, seconds=self._deadlines.control, concurrency_group=CONTROL)
+
+    async def status(self) -> list[Status]:
+        """Answered also while an action runs."""
+        seconds = self._deadlines.control
+        return await self._all("status", seconds=seconds, concurrency_group=CONTROL)
+
+    async def kill(self) -> None:
+        """End all ranks."""
+        seconds = self._deadlines.control
+        await asyncio.gather(*(self._cluster.kill(r.name, seconds) for r in self.recipes))
+
+    async def respawn(self) -> None:
+        """Start all ranks anew."""
+        self.start()
+        await self.setup()
+
+
+class RayData:
+    """The data worker in a :class:`Cluster`."""
+
+    name = "data"
+
+    def __init__(self, cluster: Cluster, deadlines: DeadlineConfig) -> None:
+        self._cluster, self._deadlines = cluster, deadlines
+        self._evaluation: dict[int, dict[str, list[Any]]] = {}
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        seconds = self._deadlines.action
+        return await self._cluster.call(self.name, method, *arguments, seconds=seconds)
+
+    async def draw(self, prompts: int, copies: int, shards: int) -> list[Any]:
+        """References to the step's samples."""
+        return self._cluster.spread(self.name, "draw", prompts, copies, shards, returns=shards)
+
+    async def evaluation(self, shards: int) -> Mapping[str, list[Any]]:
+        """References to the held-out sets; they never change, so they are asked for once."""
+        if shards not in self._evaluation:
+            names: list[str] = await self._call("evaluation_sets")
+            self._evaluation[shards] = {
+                n: self._cluster.spread(self.name, "evaluation", n, shards, returns=shards)
+                for n in names
+            }
+        return self._evaluation[shards]
+
+    async def score(self, payloads: list[Any]) -> Outcome:
+        """A reference to the scored trajectories, and means."""
+        seconds = self._deadlines.action
+        return await self._cluster.outcome(self.name, "score", *payloads, seconds=seconds)
+
+    async def dump(self, path: Path, payload: Any) -> None:
+        """Write scored trajectories into a file."""
+        await self._call("dump", path, payload)
+
+    async def undump(self, path: Path) -> Outcome:
+        """A reference to scored trajectories from a file, and means."""
+        seconds = self._deadlines.action
+        return await self._cluster.outcome(self.name, "undump", path, seconds=seconds)
+
+    async def warmup_pairs(self) -> Any:
+        """A reference to prompts and answers in tokens."""
+        return self._cluster.spread(self.name, "warmup_pairs", returns=1)[0]
+
+    async def model(self) -> Path:
+        """The folder of the run's model."""
+        return Path(await self._call("model"))
+
+    async def state(self) -> dict[str, Any]:
+        """The position in the data."""
+        return dict(await self._call("state"))
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a position."""
+        await self._call("restore", state)
+
+
+async def _together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Await all ranks, also after one has failed; a lost one counts before any other error."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [r for r in results if isinstance(r, BaseException)]
+    for error in sorted(errors, key=lambda e: not isinstance(e, WorkerLost)):
+        raise error
+    return results

@@ -98,6 +98,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     return [int(token) for token in tokens]
 
 
+def encode_answer(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of an answer, which stands behind a prompt: no begin or end token."""
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
 def _convert_package(package: str, cache: Path) -> Path:
     try:
         distribution = importlib.metadata.distribution(package)

@@ -1,71 +1,41 @@
 """The inside of a reward process: it loads the user's function and answers chunks of trajectories.
 
 Started by :mod:`fsm_trainer.data.rewards`, with which it shares the messages below. It imports
-nothing heavy of its own, and it can't outlive its parent.
+nothing heavy of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import importlib
 import inspect
 import math
-import operator
-import os
-import select
-import signal
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, SupportsFloat, TypeAlias
+from pkgutil import resolve_name
+from typing import Any, NamedTuple, SupportsFloat, TypeAlias
 
 from fsm_trainer.data.trajectory import Trajectory
 
-_PR_SET_PDEATHSIG = 1
-_WATCH_SECONDS = 1.0
 
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What a new process is told first: the function, and the seconds for one trajectory."""
-
-    function: str
-    timeout: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """The function is loaded; ``concurrent`` says that it is async."""
 
     concurrent: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """The process can't work at all, and ends."""
-
-    cause: str
-    story: str
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(NamedTuple):
     """The reward of one trajectory."""
 
-    index: int
+    item: int
     reward: float
     info: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """One trajectory got no reward; ``story`` is the traceback, or empty."""
+class Failed(NamedTuple):
+    """A trajectory got no reward; without ``item`` the process can't work at all, and ends."""
 
-    index: int
+    item: int | None
     cause: str
     story: str
 
@@ -74,29 +44,22 @@ Chunk: TypeAlias = list[tuple[int, Trajectory]]
 Function: TypeAlias = Callable[[Trajectory], Any]
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Serve until the other end of the socket closes or the parent process dies."""
-    _die_with(parent)
-    os.set_inheritable(descriptor, False)
-    threading.Thread(target=_watch, args=(descriptor,), daemon=True).start()
-    connection = Connection(descriptor)
+def main(connection: Connection, spec: str, timeout: str) -> None:
+    """Serve until the pool closes the connection."""
     try:
-        order: Order = connection.recv()
-        function = load_function(order.function)
-        _serve(connection, function, order.timeout)
+        _serve(connection, load_function(spec), float(timeout))
     except (EOFError, ConnectionError):
         return  # the pool has closed, or is gone
     except BaseException as error:
-        connection.send(Broken(*_describe(error)))
+        connection.send(Failed(None, *_describe(error)))
 
 
 def load_function(spec: str) -> Function:
     """Import and return what ``module:function`` names; ``TypeError`` if it can't be called."""
-    module, _, name = spec.partition(":")
-    function = operator.attrgetter(name)(importlib.import_module(module))
+    function: Function = resolve_name(spec)
     if not callable(function):
         raise TypeError(f"{spec} is a {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def as_reward(value: object) -> tuple[float, dict[str, float]]:
@@ -165,21 +128,3 @@ async def _score_together(
 
 def _describe(error: BaseException) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)).strip()
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the signal was ordered
-        os._exit(0)
-
-
-def _watch(descriptor: int) -> None:
-    # The main thread can't see the pool close while it runs the user's function.
-    poll = select.poll()
-    poll.register(descriptor, 0)  # 0: a hang-up alone, which takes no data from the main thread
-    while not poll.poll(_WATCH_SECONDS * 1000):
-        pass
-    os.killpg(0, signal.SIGKILL)  # with whatever the function has started

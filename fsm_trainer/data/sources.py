@@ -120,16 +120,6 @@ def read_set(config: JsonlConfig | ReasoningGymConfig, name: str) -> Iterator[Sa
         yield sample
 
 
-def preflight(config: DataConfig) -> None:
-    """Read the first sample of each set, so that a wrong path or argument is found in seconds.
-
-    Raises ``DataError``.
-    """
-    for name, one in {"train": config.train, **config.evaluation}.items():
-        if next(iter(read_set(one, name)), None) is None:
-            raise DataError(f"data set {name!r} is empty. Fill it, or remove it")
-
-
 class DataSource:
     """Training samples in a shuffled order per epoch, with a position, and the evaluation sets.
 

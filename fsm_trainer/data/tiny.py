@@ -62,12 +62,11 @@ def make_tiny_model(directory: Path, config: TinyModelConfig, seed: int) -> Path
     """
     recipe = json.dumps({"seed": seed, **config.model_dump()}, indent=2, sort_keys=True)
     mark = directory / "tiny.json"
-    if mark.exists() and mark.read_text(encoding="utf-8") == recipe:
-        return directory
-    with new_folder(directory) as folder:
-        _write_model(folder, config, seed)
-        byte_tokenizer().save_pretrained(folder)
-        (folder / mark.name).write_text(recipe, encoding="utf-8")
+    if not mark.exists():
+        with new_folder(directory) as folder:
+            _write_model(folder, config, seed)
+            byte_tokenizer().save_pretrained(folder)
+            (folder / mark.name).write_text(recipe, encoding="utf-8")
     if not mark.exists() or mark.read_text(encoding="utf-8") != recipe:
         raise ConfigError(f"{directory} holds another model. Remove it, or name another folder")
     return directory

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fsm_trainer.data.dump import read_dump, write_dump
-from fsm_trainer.data.models import ModelSpec, encode_prompt, load_tokenizer, resolve_model
+from fsm_trainer.data.models import (
+    ModelSpec,
+    encode_answer,
+    encode_prompt,
+    load_tokenizer,
+    resolve_model,
+)
 from fsm_trainer.data.rewards import RewardConfig, RewardPool
 from fsm_trainer.data.sources import DataConfig, DataSource
 from fsm_trainer.data.trajectory import Sample, Status, Trajectory
@@ -55,7 +61,7 @@ class DataHost:
         samples = self._source.draw(len(self._source), stream="warmup")
         answered = ((s.prompt, s.answer) for s in samples if s.answer is not None)
         return [
-            (encode_prompt(tokenizer, prompt), [*encode_prompt(tokenizer, answer), eos])
+            (encode_prompt(tokenizer, prompt), [*encode_answer(tokenizer, answer), eos])
             for prompt, answer in answered
         ]
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from fsm_trainer.data.models import (
     ModelSpec,
+    encode_answer,
     encode_prompt,
     load_tokenizer,
     pad_token,
@@ -104,6 +105,17 @@ def test_a_conversation_goes_through_the_chat_template(tiny: Path) -> None:
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
         encode_prompt(tokenizer, (Message("user", "1+2"),))
+
+
+def test_an_answer_gets_no_begin_token_where_a_prompt_does() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    begin = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    plain = byte_tokenizer()(" 3")["input_ids"]
+    assert encode_prompt(tokenizer, " 3") == [1, *plain]
+    assert encode_answer(tokenizer, " 3") == plain
 
 
 def test_a_tokenizer_is_loaded_and_used_without_torch(tiny: Path) -> None:

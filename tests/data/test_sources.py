@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fsm_trainer.data.sources import DataConfig, DataSource, preflight, prompt_hash, read_set
+from fsm_trainer.data.sources import DataConfig, DataSource, prompt_hash, read_set
 from fsm_trainer.data.trajectory import Message, Sample
 from fsm_trainer.machine.errors import DataError
 
@@ -242,20 +242,23 @@ def test_a_malformed_line_is_refused_with_file_and_line(
         ({"prompt": "{expression"}, "can't be filled in"),
     ],
 )
-def test_preflight_finds_a_wrong_task_argument_or_template(
+def test_the_first_sample_shows_a_wrong_task_argument_or_template(
     change: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(DataError) as caught:
-        preflight(config({**SUM, **change}))
+        next(read_set(config({**SUM, **change}).train, "train"))
     assert problem in str(caught.value) and "'train'" in str(caught.value)
 
 
-def test_preflight_finds_a_missing_file_and_an_empty_set(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_with_the_set_that_names_it(tmp_path: Path) -> None:
     missing = {"kind": "jsonl", "path": str(tmp_path / "missing.jsonl")}
     with pytest.raises(DataError, match=r"missing\.jsonl: No such file.*'second'"):
-        preflight(config(SUM, evaluation={"second": missing}))
-    with pytest.raises(DataError, match="'train' is empty"):
-        preflight(config(jsonl(tmp_path / "empty.jsonl")))
+        DataSource(config(SUM, evaluation={"second": missing}), 0)
+
+
+def test_an_empty_set_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'train' has no prompts"):
+        DataSource(config(jsonl(tmp_path / "empty.jsonl")), 0)
 
 
 def test_a_training_set_that_the_evaluation_sets_use_up_is_refused() -> None:

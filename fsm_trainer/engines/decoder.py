@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from fsm_trainer.engines.contract import Finish, Request
-from fsm_trainer.engines.messages import Drawn
+from fsm_trainer.engines.contract import Completion, Finish, Request
+from fsm_trainer.engines.replica import Replica
 from fsm_trainer.engines.sampling import draw, uniform
 from fsm_trainer.machine.errors import CapabilityMissing, DataError
+from fsm_trainer.machine.version import Version
 
 ROWS = 8
 COLUMNS = 16
@@ -33,6 +34,7 @@ COLUMNS = 16
 @dataclass(slots=True)
 class _Sequence:
     request: Request
+    version: Version
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -51,8 +53,13 @@ class _Sequence:
             return Finish.STOP
         return Finish.LENGTH if len(self.tokens) == self.request.max_new_tokens else None
 
-    def drawn(self, finish: Finish) -> Drawn:
-        return Drawn(self.request.id, tuple(self.tokens), tuple(self.logprobs), finish)
+    @property
+    def span(self) -> int:
+        return _span(self.request)
+
+    def completion(self, finish: Finish) -> Completion:
+        tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
+        return Completion(self.request.id, tokens, logprobs, finish, self.version)
 
 
 class _Slots(Cache):
@@ -119,15 +126,15 @@ class Decoder:
     At most ``max_tokens`` cache positions are in use; further requests wait their turn, in order.
     """
 
-    def __init__(self, model: PreTrainedModel, max_tokens: int) -> None:
-        self._model, self._max_tokens = model, max_tokens
-        config = model.config.get_text_config()
+    def __init__(self, replica: Replica, max_tokens: int) -> None:
+        self._replica, self._max_tokens = replica, max_tokens
+        config = replica.model.config.get_text_config()
         self._vocabulary: int = config.vocab_size
         self._positions: int = config.max_position_embeddings
-        parameters = inspect.signature(model.forward).parameters
+        parameters = inspect.signature(replica.model.forward).parameters
         # transformers 5.2x renames the argument; the old name goes in 5.40.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._slots = _Slots()
 
@@ -136,11 +143,11 @@ class Decoder:
         """Whether a step has anything to do."""
         return bool(self._running or self._waiting)
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request], version: Version) -> None:
         """Queue requests, all or none; raises DataError for one that can't be decoded."""
         for request in requests:
             self._check(request)
-        self._waiting.extend(requests)
+        self._waiting.extend(_Sequence(request, version) for request in requests)
 
     def _check(self, request: Request) -> None:
         spans = len(request.tokens) + request.max_new_tokens
@@ -167,47 +174,45 @@ class Decoder:
         self._slots = _Slots()
 
     @torch.inference_mode()
-    def abort(self, ids: Collection[str] | None = None) -> list[Drawn]:
+    def abort(self, ids: Collection[str] | None = None) -> list[Completion]:
         """Take these requests (None: all) out; returns what they have got."""
-        gone = [
-            sequence
-            for sequence in (*self._running, *map(_Sequence, self._waiting))
-            if ids is None or sequence.request.id in ids
-        ]
-        chosen = {sequence.request.id for sequence in gone}
-        self._waiting = deque(each for each in self._waiting if each.id not in chosen)
-        self._compact([each.request.id not in chosen for each in self._running])
-        return [sequence.drawn(Finish.ABORT) for sequence in gone]
+
+        def stays(sequence: _Sequence) -> bool:
+            return ids is not None and sequence.request.id not in ids
+
+        gone = [each for each in (*self._running, *self._waiting) if not stays(each)]
+        self._waiting = deque(filter(stays, self._waiting))
+        self._compact([stays(each) for each in self._running])
+        return [sequence.completion(Finish.ABORT) for sequence in gone]
 
     @torch.inference_mode()
-    def step(self) -> list[Drawn]:
+    def step(self) -> list[Completion]:
         """Draw one token for each running request; returns those that ended by it."""
         self._admit()
         tokens, logprobs = self._decode()
-        ended: list[Drawn] = []
-        stays: list[bool] = []
         for sequence, token, logprob in zip(self._running, tokens, logprobs, strict=True):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            finish = sequence.finish
-            stays.append(finish is None)
-            if finish is not None:
-                ended.append(sequence.drawn(finish))
-        self._compact(stays)
+        finishes = [sequence.finish for sequence in self._running]
+        ended = [
+            sequence.completion(finish)
+            for sequence, finish in zip(self._running, finishes, strict=True)
+            if finish is not None
+        ]
+        self._compact([finish is None for finish in finishes])
         return ended
 
     def _admit(self) -> None:
         """Move as many waiting requests as fit into slots, and prefill them."""
-        first, columns = len(self._running), 0
-        for sequence in self._running:
-            columns = max(columns, _span(sequence.request))
+        first = len(self._running)
+        columns = max((sequence.span for sequence in self._running), default=0)
         while self._waiting:
-            wider = max(columns, _span(self._waiting[0]))
+            wider = max(columns, self._waiting[0].span)
             rows = _up(len(self._running) + 1, ROWS)
             if self._running and rows * wider > self._max_tokens:
                 break
             columns = wider
-            self._running.append(_Sequence(self._waiting.popleft()))
+            self._running.append(self._waiting.popleft())
         rows = _up(len(self._running), ROWS)
         if rows > self._slots.rows or columns > self._slots.columns:
             # Twice the rows, where they fit: requests that trickle in don't copy it each time.
@@ -229,9 +234,9 @@ class Decoder:
         for index, row in enumerate(rows):
             prompt = self._running[row].request.tokens[:-1]
             tokens[index, : len(prompt)] = prompt
-        device = self._model.device
+        device = self._replica.model.device
         cache = DynamicCache()
-        self._model.base_model(
+        self._replica.model.base_model(
             input_ids=torch.from_numpy(tokens).to(device),
             position_ids=torch.arange(width, device=device)[None],
             use_cache=True,
@@ -248,7 +253,7 @@ class Decoder:
             values[rows, :, :width] = layer.values[: len(rows)]
 
     def _decode(self) -> tuple[list[int], list[float]]:
-        running, device = self._running, self._model.device
+        running, device = self._running, self._replica.model.device
         rows = _up(len(running), ROWS)
         state = np.zeros((2, rows), dtype=np.int64)
         state[0, : len(running)] = [sequence.position for sequence in running]
@@ -257,7 +262,7 @@ class Decoder:
         slots = self._slots
         slots.at, slots.width = positions, _up(int(state[0].max()) + 1, COLUMNS)
         visible = torch.arange(slots.width, device=device) <= positions[:, None]
-        logits = self._model(
+        logits = self._replica.model(
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
             attention_mask=visible[:, None, None],

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from fsm_trainer.engines.admission import Admission, Holdings
+from fsm_trainer.engines.admission import LINK, RECEIVED, UPDATE, Admission
 from fsm_trainer.engines.contract import Completion, Health, PauseMode, Request, Tag
-from fsm_trainer.engines.messages import Drawn, Vitals
-from fsm_trainer.engines.process import Channel, EngineProcess
+from fsm_trainer.engines.process import EngineProcess
 from fsm_trainer.machine.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -77,8 +75,8 @@ class EmbeddedEngine:
         self._config = config or EngineConfig()
         self._life = threading.Lock()
         self._process: EngineProcess | None = None
-        self._admission = Admission(name)
-        self._specs: list[TensorSpec] = []
+        self._admission = Admission(name, self._living)
+        self._specs: list[TensorSpec] | None = None
 
     @property
     def name(self) -> str:
@@ -87,7 +85,6 @@ class EmbeddedEngine:
 
     def start(self) -> None:
         """Bring the engine process up, sleeping; see `Engine.start`."""
-        config = self._config
         if not (Path(self._model) / "config.json").is_file():
             raise ConfigError(
                 f"{self._name}: the model folder {self._model!r} has no config.json; "
@@ -96,19 +93,11 @@ class EmbeddedEngine:
         with self._life:
             if self._process is not None and self._process.ended is None:
                 raise Refused(self._name, "started", "start", ["already started"], "stop it first")
-            self._admission = Admission(self._name)
+            self._admission, self._specs = Admission(self._name, self._living), None
             process = self._process = EngineProcess(self._name, _SERVER)
         try:
-            self._specs = process.call(
-                "work",
-                "start",
-                self._model,
-                config.dtype,
-                config.device,
-                config.threads,
-                config.max_batch_tokens,
-                timeout=config.start_timeout,
-            )
+            timeout = self._config.start_timeout
+            self._specs = process.call("start", self._model, self._config, timeout=timeout)
         except BaseException:
             self.stop()
             raise
@@ -117,16 +106,8 @@ class EmbeddedEngine:
         """End the engine process and all it holds; see `Engine.stop`."""
         with self._life:
             process, self._process = self._process, None
-        if process is None:
-            return
-        if process.ended is None:
-            try:
-                process.submit("control", "stop").result(self._config.call_timeout / 10)
-                process.join(self._config.call_timeout / 10)
-            except (EngineFailed, FutureTimeout):
-                # It is dead already, or doesn't listen: the kill below settles both.
-                pass
-        process.kill()
+        if process is not None:
+            process.kill()
 
     def generate(
         self, requests: Sequence[Request], timeout: float | None = None
@@ -136,11 +117,11 @@ class EmbeddedEngine:
         ids = [request.id for request in requests]
         if not ids:
             return []
+        limit = self._config.generate_timeout if timeout is None else timeout
         with self._admission.serving(ids) as version:
-            future = process.submit("work", "generate", list(requests))
-            limit = self._config.generate_timeout if timeout is None else timeout
+            future = process.submit("generate", list(requests), version)
             try:
-                drawn: list[Drawn] = future.result(limit)
+                completions: list[Completion] = future.result(limit)
             except FutureTimeout:
                 raise DeadlineExceeded(
                     f"{self._name}: {len(ids)} requests ({ids[0]} …) were not done within "
@@ -148,83 +129,77 @@ class EmbeddedEngine:
                 ) from None
             finally:
                 if not future.done():
-                    self._give_up(process, future, ids)
-        return [
-            Completion(each.id, each.tokens, each.logprobs, each.finish, version) for each in drawn
-        ]
+                    process.submit("abort", frozenset(ids))
+                    if future not in wait([future], self._config.call_timeout).done:
+                        process.kill()
+        return completions
 
     def abort(self, ids: Collection[str] | None = None) -> None:
         """End requests in flight; see `Engine.abort`."""
-        self._control("abort", None if ids is None else frozenset(ids))
+        self._call("abort", None if ids is None else frozenset(ids))
 
     def pause(self, mode: PauseMode) -> None:
         """Refuse new requests and stop those in flight; see `Engine.pause`."""
-        self._living("pause")
-        with self._admission.pausing(PauseMode(mode)):
-            self._control("pause", PauseMode(mode))
+        self._admission.pause(PauseMode(mode))
+        self._call("pause", PauseMode(mode))
 
     def unpause(self) -> None:
         """Take requests again; see `Engine.unpause`."""
-        self._living("unpause")
         with self._admission.unpausing():
-            self._control("unpause")
+            self._call("unpause")
 
     def drain(self, timeout: float) -> None:
         """Wait until no request is in flight; see `Engine.drain`."""
-        self._living("drain")
         self._admission.drain(timeout)
-        self._living("drain")
 
     def acquire(self, tag: Tag) -> None:
         """Put weights (torn) or the KV cache on the device; see `Engine.acquire`."""
-        tag = Tag(tag)
-        with self._alone(f"acquire({tag})", absent=[tag]) as held:
-            self._work("acquire", tag)
-            held.tags.add(tag)
+        with self._admission.alone(f"acquire({tag})", absent=tag) as held:
+            self._call("acquire", Tag(tag))
+            held.tags.add(Tag(tag))
 
     def release(self, tag: Tag) -> None:
         """Free weights or the KV cache; see `Engine.release`."""
-        tag = Tag(tag)
-        link = False if tag is Tag.WEIGHTS else None
-        with self._alone(f"release({tag})", tags=[tag], link=link) as held:
-            if tag is Tag.WEIGHTS:
+        weights = tag == Tag.WEIGHTS
+        with self._admission.alone(f"release({tag})", tag, absent=LINK if weights else "") as held:
+            if weights:
                 held.version = None
-            self._work("release", tag)
-            held.tags.discard(tag)
+            self._call("release", Tag(tag))
+            held.tags.discard(Tag(tag))
 
     def join(self, membership: Membership) -> None:
         """Open the lease of this membership; see `Engine.join`."""
-        with self._alone("join", tags=[Tag.WEIGHTS], link=False) as held:
-            self._work("join", membership, extra=2 * membership.timeout)
+        with self._admission.alone("join", Tag.WEIGHTS, absent=LINK) as held:
+            self._call("join", membership, extra=2 * membership.timeout)
             held.link = membership
 
     def leave(self) -> None:
         """Close the lease; see `Engine.leave`."""
-        with self._alone("leave", link=True) as held:
+        with self._admission.alone("leave", LINK) as held:
             held.close_update()
-            self._work("leave")
+            self._call("leave")
             held.link = None
 
     def revoke(self) -> None:
         """Make the lease worthless at once; see `Engine.revoke`."""
-        self._control("revoke")
+        self._call("revoke")
 
     def begin_update(self, manifest: Manifest) -> None:
         """Open an update; see `Engine.begin_update`."""
-        with self._alone("begin_update", tags=[Tag.WEIGHTS], link=True, update=False) as held:
-            manifest.check(self._specs)
+        with self._admission.alone("begin_update", Tag.WEIGHTS, LINK, absent=UPDATE) as held:
+            manifest.check(self.specs())
             held.update = manifest
 
     def receive(self) -> None:
         """Receive every bucket of the manifest into the weights; see `Engine.receive`."""
-        with self._alone("receive", update=True, received=False) as held:
+        with self._admission.alone("receive", UPDATE, absent=RECEIVED) as held:
             manifest, link = held.update, held.link
-            assert manifest is not None and link is not None  # update=True; a link outlives it
+            assert manifest is not None and link is not None  # UPDATE; a link outlives it
             before, held.version = held.version, None
             try:
                 # Each bucket, and the words before and after, have the link's own deadline.
                 extra = link.timeout * (len(manifest.buckets) + 4)
-                self._work("receive", manifest, extra=extra)
+                self._call("receive", manifest, extra=extra)
             except BaseException as error:
                 held.close_update()
                 if isinstance(error, ManifestMismatch):
@@ -234,22 +209,22 @@ class EmbeddedEngine:
 
     def end_update(self, version: Version | None) -> None:
         """Close the update; see `Engine.end_update`."""
-        received = None if version is None else True
-        with self._alone("end_update", update=True, received=received) as held:
+        needs = [UPDATE] if version is None else [UPDATE, RECEIVED]
+        with self._admission.alone("end_update", *needs) as held:
             held.close_update()
             if version is not None:
                 held.version = Version(*version)
 
     def flush(self) -> None:
         """Drop every cached key and value; see `Engine.flush`."""
-        with self._alone("flush"):
-            self._work("flush")
+        with self._admission.alone("flush"):
+            self._call("flush")
 
     def reset_weights(self) -> None:
         """Set all weights to zero; torn; see `Engine.reset_weights`."""
-        with self._alone("reset_weights", tags=[Tag.WEIGHTS], update=False) as held:
+        with self._admission.alone("reset_weights", Tag.WEIGHTS, absent=UPDATE) as held:
             held.version = None
-            self._work("reset_weights")
+            self._call("reset_weights")
 
     def version(self) -> Version | None:
         """Return the version that is served; see `Engine.version`."""
@@ -259,74 +234,42 @@ class EmbeddedEngine:
     def health(self) -> Health:
         """Ask the engine process how it is; see `Engine.health`."""
         process = self._living("health")
-        vitals: Vitals = self._control("vitals")
+        epoch, groups, resident_bytes, device_bytes = self._call("vitals")
         held = self._admission.holdings
         return Health(
-            pid=process.pid or 0,
+            pid=process.pid,
             held=frozenset(held.tags),
             version=held.version,
             paused=self._admission.paused,
             in_flight=len(self._admission.in_flight),
             updating=held.update is not None,
-            epoch=vitals.epoch,
-            groups=vitals.groups,
-            resident_bytes=vitals.resident_bytes,
-            device_bytes=vitals.device_bytes,
+            epoch=epoch,
+            groups=groups,
+            resident_bytes=resident_bytes,
+            device_bytes=device_bytes,
         )
 
     def specs(self) -> list[TensorSpec]:
         """Describe every tensor of an update; see `Engine.specs`."""
         self._living("specs")
-        return list(self._specs)
+        return list(self._specs or ())
 
     def checksums(self) -> Mapping[str, str]:
         """Return a checksum per tensor of ``specs``; see `Engine.checksums`."""
-        with self._alone("checksums", tags=[Tag.WEIGHTS]):
-            return dict(self._work("checksums"))
+        with self._admission.alone("checksums", Tag.WEIGHTS):
+            return dict(self._call("checksums"))
 
     def _living(self, asked: str) -> EngineProcess:
         process = self._process
-        if process is None:
-            raise Refused(self._name, "disconnected", asked, ["not started"], "start")
-        if process.ended is not None:
+        if process is not None and process.ended is not None:
             raise EngineFailed(f"{self._name}: {process.ended}; stop and start it anew")
+        if process is None or self._specs is None:
+            raise Refused(self._name, "disconnected", asked, ["not started"], "start")
         return process
 
-    @contextmanager
-    def _alone(
-        self,
-        asked: str,
-        *,
-        tags: Sequence[Tag] = (),
-        absent: Sequence[Tag] = (),
-        link: bool | None = None,
-        update: bool | None = None,
-        received: bool | None = None,
-    ) -> Iterator[Holdings]:
-        self._living(asked)
-        with self._admission.alone(
-            asked, tags=tags, absent=absent, link=link, update=update, received=received
-        ) as held:
-            yield held
-
-    def _work(self, method: str, *arguments: Any, extra: float = 0.0) -> Any:
-        return self._call("work", method, arguments, self._config.call_timeout + extra)
-
-    def _control(self, method: str, *arguments: Any) -> Any:
-        return self._call("control", method, arguments, self._config.call_timeout)
-
-    def _call(
-        self, channel: Channel, method: str, arguments: tuple[Any, ...], timeout: float
-    ) -> Any:
-        return self._living(method).call(channel, method, *arguments, timeout=timeout)
-
-    def _give_up(self, process: EngineProcess, future: Future[Any], ids: list[str]) -> None:
-        """Abort requests and wait until they are gone; a process that keeps them is killed."""
-        process.submit("control", "abort", frozenset(ids))
-        try:
-            future.result(self._config.call_timeout)
-        except FutureTimeout:
-            process.kill()
+    def _call(self, method: str, *arguments: Any, extra: float = 0.0) -> Any:
+        timeout = self._config.call_timeout + extra
+        return self._living(method).call(method, *arguments, timeout=timeout)
 
 
 if TYPE_CHECKING:

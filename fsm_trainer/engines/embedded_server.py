@@ -1,40 +1,39 @@
-"""The engine process of `EmbeddedEngine`: ``python -m fsm_trainer.engines.embedded_server``.
+"""The engine process of `EmbeddedEngine`.
 
-Three threads. *control* answers at once, whatever the others do; it exits the process at end of
-file. *work* reads the other channel into a queue. The main thread alone touches the model: between
-two decoding steps it takes what is queued. Preconditions are the client's (`admission`).
+Two threads. The *reader* takes the calls, and carries out at once those that must get through
+whatever the model does; it exits the process at end of file. The others go to the main thread,
+which alone touches the model: between two decoding steps it takes what is queued. Preconditions
+are the client's (`admission`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import queue
-import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsm_trainer.engines.contract import PauseMode, Request, Tag
-from fsm_trainer.engines.messages import Answer, Call, Drawn, Vitals
-from fsm_trainer.machine.errors import ActionFailed, DeadlineExceeded, FsmError
+from fsm_trainer.engines.contract import Completion, PauseMode, Request, Tag
+from fsm_trainer.engines.process import Answer, Call
+from fsm_trainer.machine.errors import ActionFailed, FsmError
 
 if TYPE_CHECKING:
     from fsm_trainer.engines.decoder import Decoder
+    from fsm_trainer.engines.embedded import EngineConfig
     from fsm_trainer.engines.replica import Replica
     from fsm_trainer.groups.lease import Lease
     from fsm_trainer.groups.membership import Membership
+    from fsm_trainer.machine.version import Version
     from fsm_trainer.sync.manifest import Manifest, TensorSpec
 
-_PR_SET_PDEATHSIG = 1
-# Seconds that a pause waits for the step that is running.
-_STEP = 60.0
+_AT_ONCE = ("abort", "pause", "unpause", "revoke", "vitals")
 
 
 @dataclass
@@ -43,275 +42,192 @@ class _Generation:
 
     number: int
     order: list[str]
-    drawn: dict[str, Drawn] = field(default_factory=dict)
-
-
-class _Port:
-    """One channel: reads calls, and sends answers from any thread."""
-
-    def __init__(self, file: int) -> None:
-        self._connection: Connection[Any, Any] = Connection(file)
-        self._sending = threading.Lock()
-
-    def read(self) -> Call:
-        """Return the next call; an idle engine waits here until there is one, or end of file."""
-        call: Call = self._connection.recv()
-        return call
-
-    def answer(self, number: int, result: object = None, error: Exception | None = None) -> None:
-        """Send a result, or an error to raise over there."""
-        with self._sending:
-            self._connection.send(Answer(number, result, error))
+    completed: dict[str, Completion] = field(default_factory=dict)
 
 
 class EmbeddedServer:
-    """Serves one client; `run` ends only with the process."""
+    """Serves one client; its public methods are what the client calls, ``start`` first."""
 
-    def __init__(self, work: int, control: int) -> None:
-        self._work, self._control = _Port(work), _Port(control)
-        self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._held = threading.Event()
+    _replica: Replica
+    _decoder: Decoder
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._held = False
         self._stepping = threading.Lock()
         self._generations: dict[str, _Generation] = {}
-        self._replica: Replica | None = None
-        self._decoder: Decoder | None = None
-        self._max_tokens = 0
         self._lease: Lease | None = None
-        self._revoked: str | None = None
+        self._revoked = False
 
-    def run(self) -> None:
-        """Serve until the client is gone."""
-        for serve in (self._serve_control, self._read_work):
-            threading.Thread(target=_until_end_of_file, args=(serve,), daemon=True).start()
+    def read(self) -> None:
+        """Take calls for ever; an idle engine waits here for the next, or for end of file."""
         while True:
-            self._take(block=not self._busy())
-            self._step()
+            call: Call = self._connection.recv()
+            if call.method in _AT_ONCE:
+                self._carry_out(call)
+            else:
+                self._queue.put(partial(self._carry_out, call))
 
-    def _busy(self) -> bool:
-        # Not inline: a local of `run` would keep a decoder, and its weights, over their release.
-        decoder = self._decoder
-        return decoder is not None and decoder.active and not self._held.is_set()
+    def work(self) -> None:
+        """Decode, and between two steps carry out what is queued, for ever.
 
-    # The main thread.
-
-    def _take(self, block: bool) -> None:
-        """Carry out what is queued; with ``block`` wait for something.
-
-        An idle engine waits here without a deadline: nobody waits for it, and the process ends
-        with its client.
+        With nothing to decode it waits without a deadline: nobody waits for it, and the process
+        ends with its client.
         """
-        try:
-            call = self._queue.get(block)
-            while True:
-                if call is not None:
-                    self._carry_out(call)
-                call = self._queue.get(False)
-        except queue.Empty:
-            return
+        self._queue.get()()  # start
+        while True:
+            idle = not self._step()
+            while idle or not self._queue.empty():
+                self._queue.get()()
+                idle = False
 
     def _carry_out(self, call: Call) -> None:
-        methods: dict[str, Callable[..., object]] = {
-            "start": self._start,
-            "acquire": self._acquire,
-            "release": self._release,
-            "join": self._join,
-            "leave": self._leave,
-            "receive": self._receive,
-            "flush": self._flush,
-            "reset_weights": self._reset_weights,
-            "checksums": self._checksums,
-        }
         try:
             if call.method == "generate":
-                self._generate(call)
-            elif call.method == "abort":
-                self._abort(*call.arguments)
+                self._generate(call.number, *call.arguments)
             else:
-                self._work.answer(call.number, methods[call.method](*call.arguments))
+                self._answer(call.number, getattr(self, call.method)(*call.arguments))
         except Exception as error:
-            self._work.answer(call.number, error=_portable(call.method, error))
+            self._answer(call.number, error=_portable(call.method, error))
 
-    def _step(self) -> None:
-        decoder = self._decoder
-        if decoder is None or not decoder.active or self._held.is_set():
-            return
-        try:
-            with self._stepping:
-                # A pause may have come since the loop looked.
-                drawn = [] if self._held.is_set() else decoder.step()
-            self._deliver(drawn)
-        except Exception as error:
-            self._fail_all(decoder, error)
+    def _answer(self, number: int, result: object = None, error: Exception | None = None) -> None:
+        with self._sending:
+            self._connection.send(Answer(number, result, error))
 
-    def _fail_all(self, decoder: Decoder, error: Exception) -> None:
-        """Fail every request: what a broken step has left in the cache can't be known."""
-        decoder.clear()
-        failed = {each.number for each in self._generations.values()}
-        self._generations.clear()
-        for number in failed:
-            self._work.answer(number, error=_portable("generate", error))
+    # Requests: the main thread.
 
-    def _deliver(self, drawn: Sequence[Drawn]) -> None:
-        for each in drawn:
+    def _generate(self, number: int, requests: Sequence[Request], version: Version) -> None:
+        self._decoder.submit(requests, version)
+        generation = _Generation(number, [request.id for request in requests])
+        self._generations.update(dict.fromkeys(generation.order, generation))
+
+    def _step(self) -> bool:
+        """Draw one token for each request; False when there is none, or they are held."""
+        with self._stepping:
+            if self._held or not self._decoder.active:
+                return False
+            try:
+                completed = self._decoder.step()
+            except Exception as error:
+                # What a broken step has left in the cache can't be known.
+                self._decoder.clear()
+                failed = {each.number for each in self._generations.values()}
+                self._generations.clear()
+                for number in failed:
+                    self._answer(number, error=_portable("generate", error))
+                return True
+        self._deliver(completed)
+        return True
+
+    def _deliver(self, completed: Sequence[Completion]) -> None:
+        for each in completed:
             generation = self._generations.pop(each.id)
-            generation.drawn[each.id] = each
-            if len(generation.drawn) == len(generation.order):
-                results = [generation.drawn[id_] for id_ in generation.order]
-                self._work.answer(generation.number, results)
+            generation.completed[each.id] = each
+            if len(generation.completed) == len(generation.order):
+                whole = [generation.completed[id_] for id_ in generation.order]
+                self._answer(generation.number, whole)
 
-    def _start(
-        self, folder: str, dtype: str, device: str, threads: int, max_tokens: int
-    ) -> list[TensorSpec]:
+    # What moves resources: the main thread.
+
+    def start(self, folder: str, config: EngineConfig) -> list[TensorSpec]:
+        """Import what is heavy, and read the model's configuration."""
         import torch
         import transformers
 
+        from fsm_trainer.engines.decoder import Decoder
         from fsm_trainer.engines.replica import Replica
 
-        torch.set_num_threads(threads)
+        torch.set_num_threads(config.threads)
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        self._max_tokens = max_tokens
-        self._replica = Replica(folder, dtype, device)
+        self._replica = Replica(folder, config.dtype, config.device)
+        self._decoder = Decoder(self._replica, config.max_batch_tokens)
         # What the imports made lives as long as the process: no collection need look at it again.
         gc.freeze()
         return self._replica.specs
 
-    def _acquire(self, tag: Tag) -> None:
-        # The KV cache grows with the requests; to hold it is the right to.
+    def acquire(self, tag: Tag) -> None:
+        """Acquire weights; the KV cache grows with the requests, to hold it is the right to."""
         if tag is Tag.WEIGHTS:
-            from fsm_trainer.engines.decoder import Decoder
+            self._replica.acquire()
 
-            self._started.acquire()
-            self._decoder = Decoder(self._started.model, self._max_tokens)
-
-    def _release(self, tag: Tag) -> None:
-        self._flush()
+    def release(self, tag: Tag) -> None:
+        """Release weights or the KV cache."""
+        self._decoder.clear()
         if tag is Tag.WEIGHTS:
-            self._decoder = None
-            self._started.release()
-        else:
-            self._started.give_back_memory()
+            self._replica.release()
+        self._replica.give_back_memory()
 
-    def _flush(self) -> None:
-        if self._decoder is not None:
-            self._decoder.clear()
+    def flush(self) -> None:
+        """Drop the KV cache."""
+        self._decoder.clear()
 
-    def _join(self, membership: Membership) -> None:
+    def join(self, membership: Membership) -> None:
+        """Open the lease; a revocation may come meanwhile."""
         from fsm_trainer.groups.lease import Lease
 
-        self._revoked = None
-        lease = Lease.open(membership, self._started.device)
-        self._lease = lease
-        if self._revoked is not None:
-            lease.revoke(self._revoked)
+        self._revoked = False
+        self._lease = Lease.open(membership, self._replica.device)
+        if self._revoked:
+            self.revoke()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Close the lease."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
 
-    def _receive(self, manifest: Manifest) -> None:
-        if self._lease is None or self._decoder is None:
-            raise ActionFailed("receive: this engine process holds no link or no weights")
-        # What was cached under the old weights must not be read under the new ones.
+    def receive(self, manifest: Manifest) -> None:
+        """Receive a push; what was cached under the old weights goes first."""
+        assert self._lease is not None  # the client's admission has seen to it
         self._decoder.clear()
-        self._started.receive(self._lease, manifest)
+        self._replica.receive(self._lease, manifest)
 
-    def _reset_weights(self) -> None:
-        self._flush()
-        self._started.reset()
+    def reset_weights(self) -> None:
+        """Zero the weights."""
+        self._decoder.clear()
+        self._replica.reset()
 
-    def _checksums(self) -> dict[str, str]:
-        return self._started.checksums()
+    def checksums(self) -> dict[str, str]:
+        """Checksum the weights."""
+        return self._replica.checksums()
 
-    def _generate(self, call: Call) -> None:
-        requests: Sequence[Request] = call.arguments[0]
-        if self._decoder is None:
-            raise ActionFailed("generate: this engine process holds no weights")
-        self._decoder.submit(requests)
-        generation = _Generation(call.number, [request.id for request in requests])
-        self._generations.update(dict.fromkeys(generation.order, generation))
+    # What is carried out at once: the reader.
 
-    def _abort(self, ids: Collection[str] | None) -> None:
-        decoder = self._decoder
-        if decoder is None:
-            return
-        try:
-            self._deliver(decoder.abort(ids))
-        except Exception as error:
-            self._fail_all(decoder, error)
+    def abort(self, ids: Collection[str] | None) -> None:
+        """Let the main thread abort requests between two steps."""
+        self._queue.put(lambda: self._deliver(self._decoder.abort(ids)))
 
-    @property
-    def _started(self) -> Replica:
-        if self._replica is None:
-            raise ActionFailed("this engine process has not started")
-        return self._replica
-
-    # The other threads.
-
-    def _read_work(self) -> None:
-        while True:
-            self._queue.put(self._work.read())
-
-    def _serve_control(self) -> None:
-        methods: dict[str, Callable[..., object]] = {
-            "abort": self._queue_abort,
-            "pause": self._pause,
-            "unpause": self._unpause,
-            "revoke": self._revoke,
-            "vitals": self._vitals,
-        }
-        while True:
-            call = self._control.read()
-            if call.method == "stop":
-                self._control.answer(call.number)
-                os._exit(0)
-            try:
-                self._control.answer(call.number, methods[call.method](*call.arguments))
-            except Exception as error:
-                self._control.answer(call.number, error=_portable(call.method, error))
-
-    def _queue_abort(self, ids: Collection[str] | None) -> None:
-        self._queue.put(Call(-1, "abort", (ids,)))
-
-    def _pause(self, mode: PauseMode) -> None:
-        self._held.set()
+    def pause(self, mode: PauseMode) -> None:
+        """Stop drawing tokens."""
+        self._held = True
         if mode is not PauseMode.IN_PLACE:
-            self._queue_abort(None)
-        if not self._stepping.acquire(timeout=_STEP):
-            self._unpause()
-            raise DeadlineExceeded(f"a decoding step did not end within {_STEP:g} s; not paused")
-        self._stepping.release()
+            self.abort(None)
+        with self._stepping:  # after the step that runs, which the client gives a deadline
+            pass
 
-    def _unpause(self) -> None:
-        self._held.clear()
-        self._queue.put(None)
+    def unpause(self) -> None:
+        """Go on, and wake the main thread for it."""
+        self._held = False
+        self._queue.put(lambda: None)
 
-    def _revoke(self) -> None:
-        self._revoked = "the worker revoked it"
+    def revoke(self) -> None:
+        """Revoke the lease, or the one that is about to open."""
+        self._revoked = True
         lease = self._lease
         if lease is not None:
-            lease.revoke(self._revoked)
+            lease.revoke("the worker revoked it")
 
-    def _vitals(self) -> Vitals:
-        if self._replica is None:
-            return Vitals(None, (), _resident_bytes(), 0)
+    def vitals(self) -> tuple[int | None, tuple[str, ...], int, int]:
+        """What only this process knows: epoch, groups, resident and device bytes."""
         from fsm_trainer.groups.lease import registered_groups
 
         lease = self._lease
         epoch = lease.epoch if lease is not None and lease.usable else None
-        return Vitals(epoch, registered_groups(), _resident_bytes(), self._replica.device_bytes)
-
-
-def _until_end_of_file(serve: Callable[[], None]) -> None:
-    """Run a thread that the process can't do without."""
-    try:
-        serve()
-    except (EOFError, OSError):
-        # The client is gone. Not sys.exit: the main thread may be inside a collective.
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident = pages * os.sysconf("SC_PAGE_SIZE")
+        return epoch, registered_groups(), resident, self._replica.device_bytes
 
 
 def _portable(method: str, error: Exception) -> Exception:
@@ -323,21 +239,19 @@ def _portable(method: str, error: Exception) -> Exception:
     return ActionFailed(f"the engine could not {method}: {type(error).__name__}: {error} ({where})")
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _or_exit(serve: Callable[[], None]) -> None:
+    """Run what the process can't do without. Not sys.exit: others may be inside a collective."""
+    try:
+        serve()
+    except (EOFError, OSError):
+        os._exit(0)  # the client is gone
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
-def main() -> None:
-    """Serve on the file descriptors given, for as long as the parent lives."""
-    work, control, parent = map(int, sys.argv[1:])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C goes to the whole group; the worker decides when its engine ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if os.getppid() == parent:
-        EmbeddedServer(work, control).run()
-
-
-if __name__ == "__main__":
-    main()
+def main(connection: Connection) -> None:
+    """Serve the client for as long as it lives."""
+    server = EmbeddedServer(connection)
+    threading.Thread(target=_or_exit, args=(server.read,), daemon=True).start()
+    _or_exit(server.work)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from fsm_trainer.groups.lease import Lease
-from fsm_trainer.machine.errors import ActionFailed, CapabilityMissing
+from fsm_trainer.machine.errors import CapabilityMissing
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, TensorSpec
 from fsm_trainer.sync.push import Receiver
@@ -31,37 +30,24 @@ class Replica:
         _check_architecture(self._config.get_text_config(), folder)
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise CapabilityMissing(f"device {device!r}: torch sees no CUDA device; use 'cpu'")
-        self._model: PreTrainedModel | None = None
-        self._receiver = Receiver()
-        self.specs = [
-            TensorSpec.of(name, tensor)
-            for name, tensor in _tensors(self._build(torch.device("meta"))).items()
-        ]
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model whose weights are on the device. Raises ActionFailed without weights."""
-        if self._model is None:
-            raise ActionFailed("there are no weights on the device; acquire them first")
-        return self._model
+        self.release()
+        self.specs = [TensorSpec.of(name, tensor) for name, tensor in _tensors(self.model).items()]
 
     def acquire(self) -> None:
         """Put zeros in the shape of the weights on the device."""
-        self._model = self._build(self._device)
+        self.model = self._build(self._device)
         self.reset()
 
     def release(self) -> None:
-        """Free the weights, and give the memory back to device and system."""
-        self._model, self._receiver = None, Receiver()
-        self.give_back_memory()
+        """Let go of the weights: what is left has shapes and no memory."""
+        self.model, self._receiver = self._build(torch.device("meta")), Receiver()
 
     def give_back_memory(self) -> None:
         """Return freed memory to the device, and what the C heap keeps to the system."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)
 
     @property
     def device(self) -> str:

@@ -128,24 +128,24 @@ def test_one_link_carries_many_pushes(awake: Bench) -> None:
 def test_an_update_is_bracketed_and_never_nested(awake: Bench) -> None:
     engine = awake.engine
     manifest = peer.manifest(engine.specs())
-    refused(engine, "a link is missing", "begin_update", manifest)
+    refused(engine, "link not held", "begin_update", manifest)
     awake.connect()
-    refused(engine, "an update is missing", "receive")
-    refused(engine, "an update is missing", "end_update", Version(9, 9))
+    refused(engine, "update not held", "receive")
+    refused(engine, "update not held", "end_update", Version(9, 9))
     before = engine.version()
     engine.begin_update(manifest)
-    refused(engine, "an update is already there", "begin_update", manifest)
-    refused(engine, "what the update sends is missing", "end_update", Version(9, 9))
+    refused(engine, "update already held", "begin_update", manifest)
+    refused(engine, "the update's tensors not held", "end_update", Version(9, 9))
     refused(engine, "an update is open", "generate", ONE)
-    refused(engine, "a link is already there", "release", Tag.WEIGHTS)
-    refused(engine, "a link is already there", "join", awake.world.memberships(2)[1])
+    refused(engine, "link already held", "release", Tag.WEIGHTS)
+    refused(engine, "link already held", "join", awake.world.memberships(2)[1])
     engine.end_update(None)
     assert engine.version() == before, "no byte has moved"
     engine.begin_update(manifest)
     answer = awake.sender.call(peer.push, engine.specs(), 0)
     engine.receive()
     answer.get()
-    refused(engine, "what the update sends is already there", "receive")
+    refused(engine, "the update's tensors already held", "receive")
     engine.end_update(None)
     assert engine.version() is None, "received, but given up"
     awake.push(0)
@@ -232,7 +232,7 @@ def test_revoke_ends_a_receive_from_a_silent_sender(awake: Bench) -> None:
 def test_join_names_who_did_not_come(awake: Bench) -> None:
     with pytest.raises(PeerLost, match="member-0"):
         awake.engine.join(awake.world.memberships(2, timeout=1.0)[1])
-    refused(awake.engine, "a link is missing", "leave")
+    refused(awake.engine, "link not held", "leave")
     awake.connect()
     awake.disconnect()
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from fsm_trainer.engines.contract import Finish, Request
+from fsm_trainer.engines.contract import Completion, Finish, Request
 from fsm_trainer.engines.decoder import Decoder
-from fsm_trainer.engines.messages import Drawn
 from fsm_trainer.engines.replica import Replica
 from fsm_trainer.machine.errors import CapabilityMissing, DataError
+from fsm_trainer.machine.version import Version
 
+VERSION = Version(1, 1)
 SHAPE = {
     "vocab_size": 100,
     "hidden_size": 48,
@@ -59,9 +60,9 @@ def requests(count: int) -> list[Request]:
     ]
 
 
-def run(decoder: Decoder, asked: list[Request]) -> dict[str, Drawn]:
-    decoder.submit(asked)
-    ended: dict[str, Drawn] = {}
+def run(decoder: Decoder, asked: list[Request]) -> dict[str, Completion]:
+    decoder.submit(asked, VERSION)
+    ended: dict[str, Completion] = {}
     while decoder.active:
         ended.update((each.id, each) for each in decoder.step())
     return ended
@@ -72,12 +73,12 @@ def run(decoder: Decoder, asked: list[Request]) -> dict[str, Drawn]:
 def test_a_small_budget_and_a_large_one_give_the_same_bits(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
-    model = replica(tmp_path, ARCHITECTURES[name], dtype).model
+    model = replica(tmp_path, ARCHITECTURES[name], dtype)
     large = run(Decoder(model, 100_000), requests(60))
     small = Decoder(model, 2048)
     peak = 0
-    small.submit(requests(60))
-    ended: dict[str, Drawn] = {}
+    small.submit(requests(60), VERSION)
+    ended: dict[str, Completion] = {}
     while small.active:
         ended.update((each.id, each) for each in small.step())
         peak = max(peak, small._slots.rows * small._slots.columns)
@@ -86,16 +87,16 @@ def test_a_small_budget_and_a_large_one_give_the_same_bits(
 
 
 def test_what_never_fits_is_refused(tmp_path: Path) -> None:
-    decoder = Decoder(replica(tmp_path, ARCHITECTURES["qwen3"]).model, 1024)
+    decoder = Decoder(replica(tmp_path, ARCHITECTURES["qwen3"]), 1024)
     with pytest.raises(DataError, match="only 128 fit"):
-        decoder.submit([Request("big", (1,) * 120, 20)])
+        decoder.submit([Request("big", (1,) * 120, 20)], VERSION)
     assert not decoder.active
 
 
 def test_an_abort_leaves_the_others_as_they_were(tmp_path: Path) -> None:
-    decoder = Decoder(replica(tmp_path, ARCHITECTURES["qwen3"]).model, 4096)
+    decoder = Decoder(replica(tmp_path, ARCHITECTURES["qwen3"]), 4096)
     whole = run(decoder, requests(40))
-    decoder.submit(requests(40))
+    decoder.submit(requests(40), VERSION)
     ended = {each.id: each for _ in range(3) for each in decoder.step()}
     ids = {str(index) for index in range(0, 40, 3)} - ended.keys()
     for each in decoder.abort(ids):

@@ -6,6 +6,7 @@ task: reasoning-gym draws item i from ``Random(seed + i)``, so two seeds overlap
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
@@ -22,7 +23,7 @@ from fsm_trainer.machine.errors import CapabilityMissing, DataError
 
 #: The name of the evaluation set that is split off the training prompts.
 HELDOUT = "heldout"
-_STATE_FORMAT = 1
+_STATE_FORMAT = 2
 
 
 class _SetConfig(BaseModel, extra="forbid", frozen=True):
@@ -130,9 +131,10 @@ class DataSource:
     def __init__(self, config: DataConfig, seed: int) -> None:
         further = {name: _unique(read_set(one, name)) for name, one in config.evaluation.items()}
         everything = _unique(read_set(config.train, "train"))
-        heldout, training = _split(everything, config.heldout_fraction)
-        reserved = {key for samples in further.values() for key in samples}
-        self._training = [s for key, s in training.items() if key not in reserved]
+        limit = int(config.heldout_fraction * 2**64)
+        heldout = {key: s for key, s in everything.items() if int(key[:16], 16) < limit}
+        reserved = set(heldout).union(*further.values())
+        self._training = [s for key, s in everything.items() if key not in reserved]
         sets = {HELDOUT: heldout, **further} if config.heldout_fraction else further
         self._evaluation = {
             name: [samples[key] for key in sorted(samples)[: config.evaluation_limit]]
@@ -140,7 +142,7 @@ class DataSource:
         }
         self._seed = seed
         self._fingerprint = _fingerprint(seed, self._training)
-        self._streams: dict[str, _Stream] = {}
+        self._positions: dict[str, int] = {}  # by stream, since the first epoch
         for name, samples in {"train": self._training, **self._evaluation}.items():
             if not samples:
                 raise DataError(
@@ -158,12 +160,13 @@ class DataSource:
         The copies of a prompt share their ``group``; no two samples of a stream share an ``id``.
         A draw may cross the end of an epoch.
         """
-        position = self._streams.setdefault(
-            stream, _Stream(derive(self._seed, "data", stream), len(self._training))
-        )
+        seed, length = derive(self._seed, "data", stream), len(self)
+        first = self._positions.get(stream, 0)
+        self._positions[stream] = first + prompts
         drawn = []
-        for epoch, index in (position.advance() for _ in range(prompts)):
-            sample = self._training[index]
+        for position in range(first, first + prompts):
+            epoch, place = divmod(position, length)
+            sample = self._training[_order(seed, epoch, length)[place]]
             group = f"{stream}:{sample.id}@{epoch}"
             drawn += [replace(sample, id=f"{group}#{k}", group=group) for k in range(copies)]
         return drawn
@@ -173,10 +176,8 @@ class DataSource:
         return {name: list(samples) for name, samples in self._evaluation.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the position of every stream, ready for JSON."""
-        streams = {
-            name: {"epoch": s.epoch, "position": s.position} for name, s in self._streams.items()
-        }
+        """Return how many prompts every stream has drawn, ready for JSON."""
+        streams = dict(self._positions)
         return {"format": _STATE_FORMAT, "data": self._fingerprint, "streams": streams}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -192,37 +193,16 @@ class DataSource:
                 f"({state.get('data')}, here {self._fingerprint}). Resume with the run's own data "
                 "and seed, or start a new run from its weights"
             )
-        self._streams = {
-            name: _Stream(
-                derive(self._seed, "data", name), len(self), where["epoch"], where["position"]
-            )
-            for name, where in state["streams"].items()
-        }
+        self._positions = dict(state["streams"])
 
 
-class _Stream:
-    """A position in an endless sequence of shuffled epochs."""
-
-    def __init__(self, seed: int, length: int, epoch: int = 0, position: int = 0) -> None:
-        self._seed, self._length = seed, length
-        self.epoch, self.position = epoch, position
-        self._order = self._shuffled()
-
-    def advance(self) -> tuple[int, int]:
-        """Return the epoch and the index of the next sample, and step over it."""
-        if self.position == self._length:
-            self.epoch, self.position = self.epoch + 1, 0
-            self._order = self._shuffled()
-        index = self._order[self.position]
-        self.position += 1
-        return self.epoch, index
-
-    def _shuffled(self) -> list[int]:
-        # Sorted by random() and not shuffle(): of the two, only random() is promised to give the
-        # same numbers in every version of Python.
-        draw = random.Random(derive(self._seed, "epoch", self.epoch)).random
-        keys = [draw() for _ in range(self._length)]
-        return sorted(range(self._length), key=keys.__getitem__)
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, length: int) -> list[int]:
+    # Sorted by random() and not shuffle(): of the two, only random() is promised to give the
+    # same numbers in every version of Python.
+    draw = random.Random(derive(seed, "epoch", epoch)).random
+    keys = [draw() for _ in range(length)]
+    return sorted(range(length), key=keys.__getitem__)
 
 
 def _unique(samples: Iterator[Sample]) -> dict[str, Sample]:
@@ -230,16 +210,6 @@ def _unique(samples: Iterator[Sample]) -> dict[str, Sample]:
     for sample in samples:
         found.setdefault(prompt_hash(sample.prompt), sample)
     return found
-
-
-def _split(
-    samples: Mapping[str, Sample], fraction: float
-) -> tuple[dict[str, Sample], dict[str, Sample]]:
-    limit = int(fraction * 2**64)
-    parts: tuple[dict[str, Sample], dict[str, Sample]] = ({}, {})
-    for key, sample in samples.items():
-        parts[int(key[:16], 16) >= limit][key] = sample
-    return parts
 
 
 def _fingerprint(seed: int, samples: list[Sample]) -> str:
@@ -281,18 +251,18 @@ def _parse_prompt(value: object, where: str) -> Prompt:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, list) and value:
-        messages = []
-        for message in value:
-            fields = message if isinstance(message, dict) else {}
-            role, content = fields.get("role"), fields.get("content")
-            if not isinstance(role, str) or not isinstance(content, str) or len(fields) != 2:
-                raise DataError(
-                    f"{where}: a message of 'prompt' must be an object with the texts 'role' and "
-                    f"'content' and nothing else, not {message!r}"
-                )
-            messages.append(Message(role, content))
-        return tuple(messages)
+        return tuple(_parse_message(message, where) for message in value)
     raise DataError(f"{where}: 'prompt' must be a text or a list of messages, and not empty")
+
+
+def _parse_message(value: object, where: str) -> Message:
+    match value:
+        case {"role": str(role), "content": str(content), **more} if not more:
+            return Message(role, content)
+    raise DataError(
+        f"{where}: a message of 'prompt' must be an object with the texts 'role' and 'content' "
+        f"and nothing else, not {value!r}"
+    )
 
 
 def _read_reasoning_gym(config: ReasoningGymConfig, name: str) -> Iterator[Sample]:

@@ -70,19 +70,17 @@ class Request:
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            raise DataError(f"request {self.id}: the prompt is empty; give at least one token")
-        if self.max_new_tokens < 1:
-            raise DataError(
-                f"request {self.id}: max_new_tokens is {self.max_new_tokens}; at least 1 is needed"
-            )
-        if not 0.0 <= self.temperature < float("inf"):
-            raise DataError(
-                f"request {self.id}: temperature is {self.temperature}; "
-                "it must be finite, and 0 (greedy) or more"
-            )
-        if not 0 <= self.seed < 2**64:
-            raise DataError(f"request {self.id}: seed {self.seed} is not in [0, 2**64)")
+        for holds, problem in (
+            (len(self.tokens) > 0, "the prompt is empty; give at least one token"),
+            (self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}, not 1 or more"),
+            (
+                0.0 <= self.temperature < float("inf"),
+                f"temperature is {self.temperature}; it must be finite, and 0 (greedy) or more",
+            ),
+            (0 <= self.seed < 2**64, f"seed {self.seed} is not in [0, 2**64)"),
+        ):
+            if not holds:
+                raise DataError(f"request {self.id}: {problem}")
 
 
 @dataclass(frozen=True, slots=True)

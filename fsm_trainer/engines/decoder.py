@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from fsm_trainer.engines.contract import Completion, Finish, Request
 from fsm_trainer.engines.replica import Replica
 from fsm_trainer.engines.sampling import draw, uniform
-from fsm_trainer.machine.errors import CapabilityMissing, DataError
+from fsm_trainer.machine.errors import DataError
 from fsm_trainer.machine.version import Version
 
 ROWS = 8
@@ -55,7 +55,8 @@ class _Sequence:
 
     @property
     def span(self) -> int:
-        return _span(self.request)
+        """How many columns it may come to need."""
+        return _up(len(self.request.tokens) + self.request.max_new_tokens, COLUMNS)
 
     def completion(self, finish: Finish) -> Completion:
         tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
@@ -152,20 +153,18 @@ class Decoder:
     def _check(self, request: Request) -> None:
         spans = len(request.tokens) + request.max_new_tokens
         if not 0 <= min(request.tokens) <= max(request.tokens) < self._vocabulary:
-            raise DataError(
-                f"request {request.id}: a token is not in the vocabulary [0, {self._vocabulary}); "
-                "use the tokenizer of this model"
+            problem = (
+                f"a token is not in the vocabulary [0, {self._vocabulary}); use this model's "
+                "tokenizer"
             )
-        if spans > self._positions:
-            raise DataError(
-                f"request {request.id}: prompt and max_new_tokens make {spans} tokens, and the "
-                f"model has {self._positions} positions; shorten one of them"
-            )
-        if ROWS * _up(spans, COLUMNS) > self._max_tokens:
-            raise DataError(
-                f"request {request.id}: prompt and max_new_tokens make {spans} tokens; with "
-                f"max_batch_tokens {self._max_tokens} only {self._max_tokens // ROWS} fit"
-            )
+        elif spans > self._positions:
+            problem = f"{spans} tokens, the model has {self._positions} positions; shorten it"
+        elif ROWS * _up(spans, COLUMNS) > self._max_tokens:
+            most = self._max_tokens // ROWS
+            problem = f"{spans} tokens; with max_batch_tokens {self._max_tokens} only {most} fit"
+        else:
+            return
+        raise DataError(f"request {request.id} (prompt and max_new_tokens): {problem}")
 
     def clear(self) -> None:
         """Forget every request and free the cache."""
@@ -243,11 +242,8 @@ class Decoder:
             **{self._cache_name: cache},
         )
         for index, layer in enumerate(cache.layers):
-            if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
-                raise CapabilityMissing(
-                    f"layer {index} of this model keeps a {type(layer).__name__}; the embedded "
-                    "engine decodes models whose layers are all full attention"
-                )
+            assert isinstance(layer, DynamicLayer)  # of a DynamicCache() that was told no other
+            assert layer.keys is not None and layer.values is not None
             keys, values = self._slots.layer(index, layer.keys, layer.values)
             keys[rows, :, :width] = layer.keys[: len(rows)]
             values[rows, :, :width] = layer.values[: len(rows)]
@@ -292,7 +288,3 @@ class Decoder:
 
 def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-def _span(request: Request) -> int:
-    return _up(len(request.tokens) + request.max_new_tokens, COLUMNS)

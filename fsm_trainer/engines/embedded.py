@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fsm_trainer.groups.membership import Membership
     from fsm_trainer.sync.manifest import Manifest, TensorSpec
 
-_SERVER = "fsm_trainer.engines.embedded_server"
+SERVER = "fsm_trainer.engines.embedded_server"
 
 
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
@@ -71,30 +71,27 @@ class EmbeddedEngine:
     def __init__(
         self, name: str, model: str | os.PathLike[str], config: EngineConfig | None = None
     ) -> None:
-        self._name, self._model = name, os.fspath(model)
+        #: The worker that this engine serves.
+        self.name = name
+        self._model = os.fspath(model)
         self._config = config or EngineConfig()
         self._life = threading.Lock()
         self._process: EngineProcess | None = None
         self._admission = Admission(name, self._living)
         self._specs: list[TensorSpec] | None = None
 
-    @property
-    def name(self) -> str:
-        """The worker that this engine serves."""
-        return self._name
-
     def start(self) -> None:
         """Bring the engine process up, sleeping; see `Engine.start`."""
         if not (Path(self._model) / "config.json").is_file():
             raise ConfigError(
-                f"{self._name}: the model folder {self._model!r} has no config.json; "
+                f"{self.name}: the model folder {self._model!r} has no config.json; "
                 "save a model there, or name another folder"
             )
         with self._life:
             if self._process is not None and self._process.ended is None:
-                raise Refused(self._name, "started", "start", ["already started"], "stop it first")
-            self._admission, self._specs = Admission(self._name, self._living), None
-            process = self._process = EngineProcess(self._name, _SERVER)
+                raise Refused(self.name, "started", "start", ["already started"], "stop it first")
+            self._admission, self._specs = Admission(self.name, self._living), None
+            process = self._process = EngineProcess(self.name, SERVER)
         try:
             timeout = self._config.start_timeout
             self._specs = process.call("start", self._model, self._config, timeout=timeout)
@@ -124,7 +121,7 @@ class EmbeddedEngine:
                 completions: list[Completion] = future.result(limit)
             except FutureTimeout:
                 raise DeadlineExceeded(
-                    f"{self._name}: {len(ids)} requests ({ids[0]} …) were not done within "
+                    f"{self.name}: {len(ids)} requests ({ids[0]} …) were not done within "
                     f"{limit:g} s and were aborted; give more time, or fewer tokens"
                 ) from None
             finally:
@@ -234,19 +231,16 @@ class EmbeddedEngine:
     def health(self) -> Health:
         """Ask the engine process how it is; see `Engine.health`."""
         process = self._living("health")
-        epoch, groups, resident_bytes, device_bytes = self._call("vitals")
-        held = self._admission.holdings
+        vitals = self._call("vitals")
+        admission, held = self._admission, self._admission.holdings
         return Health(
-            pid=process.pid,
-            held=frozenset(held.tags),
-            version=held.version,
-            paused=self._admission.paused,
-            in_flight=len(self._admission.in_flight),
-            updating=held.update is not None,
-            epoch=epoch,
-            groups=groups,
-            resident_bytes=resident_bytes,
-            device_bytes=device_bytes,
+            process.pid,
+            frozenset(held.tags),
+            held.version,
+            admission.paused,
+            len(admission.in_flight),
+            held.update is not None,
+            *vitals,
         )
 
     def specs(self) -> list[TensorSpec]:
@@ -262,9 +256,9 @@ class EmbeddedEngine:
     def _living(self, asked: str) -> EngineProcess:
         process = self._process
         if process is not None and process.ended is not None:
-            raise EngineFailed(f"{self._name}: {process.ended}; stop and start it anew")
+            raise EngineFailed(f"{self.name}: {process.ended}; stop and start it anew")
         if process is None or self._specs is None:
-            raise Refused(self._name, "disconnected", asked, ["not started"], "start")
+            raise Refused(self.name, "disconnected", asked, ["not started"], "start")
         return process
 
     def _call(self, method: str, *arguments: Any, extra: float = 0.0) -> Any:

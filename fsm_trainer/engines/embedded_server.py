@@ -14,7 +14,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,8 +41,7 @@ class _Generation:
     """A ``generate`` call that waits for its last request."""
 
     number: int
-    order: list[str]
-    completed: dict[str, Completion] = field(default_factory=dict)
+    completed: dict[str, Completion | None]
 
 
 class EmbeddedServer:
@@ -76,12 +75,11 @@ class EmbeddedServer:
         With nothing to decode it waits without a deadline: nobody waits for it, and the process
         ends with its client.
         """
-        self._queue.get()()  # start
         while True:
-            idle = not self._step()
-            while idle or not self._queue.empty():
+            if not self._step():
                 self._queue.get()()
-                idle = False
+            while not self._queue.empty():
+                self._queue.get()()
 
     def _carry_out(self, call: Call) -> None:
         try:
@@ -100,13 +98,13 @@ class EmbeddedServer:
 
     def _generate(self, number: int, requests: Sequence[Request], version: Version) -> None:
         self._decoder.submit(requests, version)
-        generation = _Generation(number, [request.id for request in requests])
-        self._generations.update(dict.fromkeys(generation.order, generation))
+        generation = _Generation(number, {request.id: None for request in requests})
+        self._generations.update(dict.fromkeys(generation.completed, generation))
 
     def _step(self) -> bool:
         """Draw one token for each request; False when there is none, or they are held."""
         with self._stepping:
-            if self._held or not self._decoder.active:
+            if self._held or not self._generations:
                 return False
             try:
                 completed = self._decoder.step()
@@ -125,9 +123,8 @@ class EmbeddedServer:
         for each in completed:
             generation = self._generations.pop(each.id)
             generation.completed[each.id] = each
-            if len(generation.completed) == len(generation.order):
-                whole = [generation.completed[id_] for id_ in generation.order]
-                self._answer(generation.number, whole)
+            if all(generation.completed.values()):
+                self._answer(generation.number, list(generation.completed.values()))
 
     # What moves resources: the main thread.
 
@@ -168,7 +165,7 @@ class EmbeddedServer:
         from fsm_trainer.groups.lease import Lease
 
         self._revoked = False
-        self._lease = Lease.open(membership, self._replica.device)
+        self._lease = Lease.open(membership, str(self._replica.device))
         if self._revoked:
             self.revoke()
 

@@ -54,12 +54,10 @@ class EngineProcess:
         try:
             with self._sending:
                 self._child.connection.send(Call(number, method, arguments))
-        except OSError as error:
-            # A message may be cut in half: the connection is of no use any more.
+        except OSError:
+            # A message may be cut in half: the connection is of no use any more, and the call
+            # fails with the process.
             self.kill()
-            raise EngineFailed(
-                f"{self.name}: the engine process takes no {method!r} call ({error}); it was killed"
-            ) from error
         return future
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:

@@ -26,16 +26,16 @@ class Replica:
     def __init__(self, folder: str, dtype: str, device: str) -> None:
         self._config = AutoConfig.from_pretrained(folder, local_files_only=True)
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         _check_architecture(self._config.get_text_config(), folder)
-        if self._device.type == "cuda" and not torch.cuda.is_available():
+        if self.device.type == "cuda" and not torch.cuda.is_available():
             raise CapabilityMissing(f"device {device!r}: torch sees no CUDA device; use 'cpu'")
         self.release()
         self.specs = [TensorSpec.of(name, tensor) for name, tensor in _tensors(self.model).items()]
 
     def acquire(self) -> None:
         """Put zeros in the shape of the weights on the device."""
-        self.model = self._build(self._device)
+        self.model = self._build(self.device)
         self.reset()
 
     def release(self) -> None:
@@ -45,19 +45,14 @@ class Replica:
     def give_back_memory(self) -> None:
         """Return freed memory to the device, and what the C heap keeps to the system."""
         gc.collect()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
         ctypes.CDLL(None).malloc_trim(0)
 
     @property
-    def device(self) -> str:
-        """The device that the weights go to."""
-        return str(self._device)
-
-    @property
     def device_bytes(self) -> int:
         """Bytes that torch holds on an accelerator; 0 on CPU."""
-        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def reset(self) -> None:
         """Set every tensor of ``specs`` to zero."""

@@ -242,17 +242,20 @@ def test_processes_outlive_the_thread_that_opened_the_pool() -> None:
     opened.close()
 
 
-@pytest.mark.parametrize("text", ["1", "sleep 600", "freeze 600"])
-def test_no_process_is_left_after_its_parent_is_killed(text: str) -> None:
+def test_no_process_is_left_after_its_parent_is_killed() -> None:
+    texts = ("1", "sleep 600", "freeze 600")  # idle, busy, busy with the interpreter's lock held
     script = textwrap.dedent(
         f"""
-        import sys, time
+        import sys, threading, time
         sys.path[:0] = {sys.path!r}
         from test_rewards import RewardConfig, RewardPool, answer
-        pool = RewardPool(RewardConfig(function="scored_by:number", processes=2, timeout=900))
-        pool.start()
-        print(*pool.pids(), flush=True)
-        pool.score([answer({text!r})] * 8)
+        config = RewardConfig(function="scored_by:number", processes=2, timeout=900)
+        pools = {{text: RewardPool(config) for text in {texts!r}}}
+        for pool in pools.values():
+            pool.start()
+        print(*[pid for pool in pools.values() for pid in pool.pids()], flush=True)
+        for text, pool in pools.items():
+            threading.Thread(target=pool.score, args=([answer(text)] * 8,)).start()
         time.sleep(600)
         """
     )
@@ -260,7 +263,7 @@ def test_no_process_is_left_after_its_parent_is_killed(text: str) -> None:
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
     time.sleep(0.5)
-    assert len(pids) == 2 and not any(gone(pid, within=0.01) for pid in pids)
+    assert len(pids) == 6 and not any(gone(pid, within=0.01) for pid in pids)
     parent.kill()
     parent.wait(10)
     assert all(gone(pid) for pid in pids)

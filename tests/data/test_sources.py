@@ -117,8 +117,8 @@ def test_a_position_of_other_data_or_another_seed_is_refused(
     for source in (DataSource(eleven, 1), DataSource(other, 0)):
         with pytest.raises(DataError, match="other training prompts or another seed"):
             source.restore(state)
-    with pytest.raises(DataError, match="format 2"):
-        DataSource(eleven, 0).restore({**state, "format": 2})
+    with pytest.raises(DataError, match="format 1"):
+        DataSource(eleven, 0).restore({**state, "format": 1})
 
 
 @settings(deadline=None, max_examples=20)

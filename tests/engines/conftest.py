@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from fsm_trainer.data.tiny import TinyModelConfig, make_tiny_model
-from fsm_trainer.engines import EmbeddedEngine, Engine, EngineConfig, PauseMode, Request, Tag
+from fsm_trainer.engines.contract import Engine, PauseMode, Request, Tag
+from fsm_trainer.engines.embedded import EmbeddedEngine, EngineConfig
 from fsm_trainer.machine.version import Version
 from tests.engines import weights as peer
 from tests.groups.world import Member, World

@@ -17,8 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsm_trainer.data.tiny import TinyModelConfig, make_tiny_model
-from fsm_trainer.engines import Completion, Engine, Finish, PauseMode, Request, Tag
+from fsm_trainer.engines.contract import Completion, Engine, Finish, PauseMode, Request, Tag
 from fsm_trainer.machine.errors import (
     ActionFailed,
     ConfigError,
@@ -46,7 +45,6 @@ from tests.engines.conftest import (
     long_requests,
     until,
 )
-from tests.groups.world import World
 
 ONE = [Request("one", (3, 4, 5), 4, seed=7)]
 
@@ -465,60 +463,51 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_an_engine_that_is_killed_in_a_push_fails_at_once_and_starts_anew(
-    kind: str, world: World, tmp_path: Path
-) -> None:
-    # 12 million parameters: 48 MB that must be seen to come and go.
-    shape = TinyModelConfig(hidden=512, intermediate=2048, layers=3, heads=8, kv_heads=8)
-    engine = ENGINES[kind]("rollout-7", make_tiny_model(tmp_path / "model", shape, 0))
+def test_an_engine_that_was_not_started_refuses(kind: str, tiny: Path) -> None:
+    engine = ENGINES[kind]("rollout-7", tiny)
     with pytest.raises(Refused, match="not started"):
         engine.acquire(Tag.WEIGHTS)
+    engine.stop()
+
+
+def test_an_engine_that_is_killed_in_a_push_fails_at_once_and_starts_anew(awake: Bench) -> None:
+    engine = awake.engine
+    awake.connect(timeout=3.0)
+    waiting = background(awake.receive)
+    time.sleep(0.2)
+    first = engine.health().pid
+    kill(first)
+    assert isinstance(waiting.exception(AT_ONCE), EngineFailed)
+    for method in ("health", "version", "specs", "unpause", "flush"):
+        with pytest.raises(EngineFailed, match="signal 9"):
+            getattr(engine, method)()
+    assert awake.sender.call(peer.push, [], 0).get()[0] in ("PeerLost", "LeaseExpired")
+    engine.stop()
+    assert gone(first)
     engine.start()
-    bench = Bench(engine, world)
-    try:
-        size = sum(spec.bytes for spec in engine.specs())
-        sleeping = engine.health().resident_bytes
-        bench.serve()
-        engine.generate(ONE)
-        awake = engine.health().resident_bytes
-        for tag in Tag:
-            engine.release(tag)
-        after = engine.health().resident_bytes
-        assert awake - sleeping > 0.8 * size
-        assert awake - after > 0.8 * size
-        engine.acquire(Tag.WEIGHTS)
-        bench.connect(timeout=3.0)
-        waiting = background(bench.receive)
-        time.sleep(0.2)
-        first = engine.health().pid
-        kill(first)
-        assert isinstance(waiting.exception(AT_ONCE), EngineFailed)
-        for method in ("health", "version", "specs", "unpause", "flush"):
-            with pytest.raises(EngineFailed, match="signal 9"):
-                getattr(engine, method)()
-        assert bench.sender.call(peer.push, [], 0).get()[0] in ("PeerLost", "LeaseExpired")
-        engine.stop()
-        assert gone(first)
-        engine.start()
-        assert engine.health().pid != first
-        assert (engine.health().held, engine.version()) == (frozenset(), None)
-        bench.serve(61)
-        assert engine.generate(ONE)[0].finish is Finish.LENGTH
-        stopped = engine.health().pid
-        os.kill(stopped, signal.SIGSTOP)
-        began = time.monotonic()
-        engine.stop()
-        assert time.monotonic() - began < 10
-        assert gone(stopped)
-    finally:
-        engine.stop()
+    assert engine.health().pid != first
+    assert (engine.health().held, engine.version()) == (frozenset(), None)
+    awake.serve(61)
+    assert engine.generate(ONE)[0].finish is Finish.LENGTH
 
 
-def test_an_engine_ends_with_its_worker_and_not_with_the_thread_that_started_it(
-    tiny: Path,
-) -> None:
+def test_a_process_that_does_not_answer_is_ended_at_once(kind: str, tiny: Path) -> None:
+    before = descendants()
+    engine = ENGINES[kind]("rollout-7", tiny)
+    starting = background(engine.start)
+    until(lambda: bool(descendants() - before))
+    [pid] = descendants() - before
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    engine.stop()
+    assert time.monotonic() - began < AT_ONCE
+    assert gone(pid)
+    assert isinstance(starting.exception(5), EngineFailed)
+
+
+def test_an_engine_ends_with_its_worker_and_not_with_the_thread_that_started_it() -> None:
     worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.engines.worker", str(tiny)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.engines.worker"], stdout=subprocess.PIPE, text=True
     )
     try:
         assert worker.stdout is not None

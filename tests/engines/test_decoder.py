@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from fsm_trainer.engines.contract import Completion, Finish, Request
+from fsm_trainer.engines.contract import Completion, Finish, Request, Tag
 from fsm_trainer.engines.decoder import Decoder
+from fsm_trainer.engines.embedded import EngineConfig
+from fsm_trainer.engines.embedded_server import EmbeddedServer
 from fsm_trainer.engines.replica import Replica
 from fsm_trainer.machine.errors import CapabilityMissing, DataError
 from fsm_trainer.machine.version import Version
@@ -106,6 +110,32 @@ def test_an_abort_leaves_the_others_as_they_were(tmp_path: Path) -> None:
     while decoder.active:
         ended.update((each.id, each) for each in decoder.step())
     assert ended == {key: each for key, each in whole.items() if key not in ids}
+
+
+def test_released_weights_are_given_back_to_the_system(tmp_path: Path) -> None:
+    # 12 million parameters: 48 MB that must be seen to come and go.
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    Qwen3Config(**{**SHAPE, **shape}).save_pretrained(tmp_path)
+    ours, theirs = Pipe()
+    server = EmbeddedServer(theirs)
+    size = sum(spec.bytes for spec in server.start(str(tmp_path), EngineConfig()))
+    gc.unfreeze()
+    server.release(Tag.KV)
+    sleeping = server.vitals()[2]
+    for tag in Tag:
+        server.acquire(tag)
+    server._generate(7, [Request("one", (3, 4, 5), 4)], VERSION)
+    while server._step():
+        pass
+    assert ours.recv().number == 7
+    awake = server.vitals()[2]
+    for tag in Tag:
+        server.release(tag)
+    after = server.vitals()[2]
+    assert size > 40e6
+    assert awake - sleeping > 0.8 * size
+    assert awake - after > 0.8 * size
 
 
 def test_tied_weights_are_one_tensor_of_an_update(tmp_path: Path) -> None:

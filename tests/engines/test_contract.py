@@ -265,15 +265,18 @@ def test_an_update_is_refused_with_requests_in_flight(awake: Bench) -> None:
     awake.disconnect()
 
 
-def test_held_in_place_nothing_moves_and_the_tokens_are_those_of_a_free_run(
-    awake: Bench, in_flight: Future[Any]
-) -> None:
-    time.sleep(0.3)
-    assert not in_flight.done()
+def test_held_in_place_nothing_moves_and_the_tokens_are_those_of_a_free_run(awake: Bench) -> None:
+    began = time.monotonic()
+    free = awake.engine.generate(long_requests())
+    seconds = time.monotonic() - began
+    future = background(awake.engine.generate, long_requests())
+    until(lambda: awake.engine.health().in_flight > 0)
+    awake.engine.pause(PauseMode.IN_PLACE)
+    time.sleep(1.5 * seconds)
+    assert not future.done()
     awake.engine.unpause()
-    held = in_flight.result(30)
-    assert held == awake.engine.generate(long_requests())
-    assert {each.finish for each in held} == {Finish.LENGTH}
+    assert future.result(30) == free
+    assert {each.finish for each in free} == {Finish.LENGTH}
 
 
 @pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.RETRACT])

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -26,42 +26,26 @@ if TYPE_CHECKING:
     from fsm_trainer.groups.membership import Membership
 
 
-class Backend(Protocol):
-    """What torch's backends have in common and its stubs leave out."""
-
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work: ...
-
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Work: ...
-
-    def allgather(
-        self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any
-    ) -> Work: ...
-
-    def abort(self) -> None: ...
-
-
 class Group:
-    """A communicator over all members, ranks 0 to ``size`` - 1; every operation is started only.
+    """A communicator over all members, ranks 0 to ``size`` - 1: gloo's, over TCP between CPUs.
 
-    Each method returns the work in flight; :meth:`poll` waits for it.
+    Operations are started only: each returns the work in flight, and :meth:`poll` waits for it.
     """
 
-    def __init__(self, backend: Backend, device: torch.device) -> None:
+    def __init__(self, backend: Any, device: torch.device) -> None:
         self.backend, self.device = backend, device
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Start overwriting ``tensor`` everywhere with that of rank ``source``."""
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        return self.backend.broadcast([tensor], options)
+        work: Work = self.backend.broadcast([tensor], options)
+        return work
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Start summing ``tensor`` over all members, in place."""
-        return self.backend.allreduce([tensor], distributed.AllreduceOptions())
-
-    def all_gather(self, into: list[torch.Tensor], tensor: torch.Tensor) -> Work:
-        """Start writing every member's ``tensor`` to ``into``, by rank."""
-        return self.backend.allgather([into], [tensor], _all_gather_options())
+        work: Work = self.backend.allreduce([tensor], distributed.AllreduceOptions())
+        return work
 
     def barrier(self) -> Work:
         """Start waiting for all members."""
@@ -70,18 +54,6 @@ class Group:
     @staticmethod
     def poll(work: Work, seconds: float) -> bool:
         """Wait at most ``seconds``; whether the work is done. Raises the backend's error."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """End what is in flight, where the backend can; callable from any thread."""
-        raise NotImplementedError
-
-
-class GlooGroup(Group):
-    """Over TCP between CPUs."""
-
-    @staticmethod
-    def poll(work: Work, seconds: float) -> bool:
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError:
@@ -92,9 +64,11 @@ class GlooGroup(Group):
         return True
 
     def abort(self) -> None:
-        # Gloo's own abort returns and unblocks nothing: an operation in flight ends when its peer
-        # answers, or with the group's timeout, on gloo's thread.
-        return
+        """End what is in flight, where the backend can; callable from any thread.
+
+        Gloo's own abort returns and unblocks nothing: an operation in flight ends when its peer
+        answers, or with the group's timeout, on gloo's thread.
+        """
 
 
 class NcclGroup(Group):
@@ -115,14 +89,6 @@ class NcclGroup(Group):
         self.backend.abort()
 
 
-def _all_gather_options() -> object:
-    # Exported nowhere else, and unknown to torch's stubs.
-    from torch._C._distributed_c10d import AllgatherOptions
-
-    options: object = AllgatherOptions()
-    return options
-
-
 def build(member: Membership, store: Store, device: str, interface: str) -> Group:
     """Build the group whose members meet in ``store``; blocks until all are connected.
 
@@ -130,15 +96,14 @@ def build(member: Membership, store: Store, device: str, interface: str) -> Grou
     doesn't come, CapabilityMissing when torch lacks the backend.
     """
     target = torch.device(device)
-    rank, size, timeout = member.rank, member.size, member.timeout
     if member.backend == "gloo":
-        return GlooGroup(_gloo(store, rank, size, interface, timeout), target)
+        return Group(_gloo(member, store, interface), target)
     if not distributed.is_nccl_available() or target.type != "cuda":
         raise CapabilityMissing(
             f"backend 'nccl' on device {device!r}: it needs a CUDA device and a torch that was "
             "built with NCCL; set the link's backend to 'gloo'"
         )
-    return NcclGroup(_nccl(store, rank, size, target, timeout), target)
+    return NcclGroup(_nccl(member, store, target), target)
 
 
 @cache
@@ -149,14 +114,13 @@ def _gloo_device(interface: str) -> Any:
     return gloo.create_device(hostname=interface)
 
 
-def _gloo(store: Store, rank: int, size: int, interface: str, timeout: float) -> Backend:
+def _gloo(member: Membership, store: Store, interface: str) -> Any:
     gloo: Any = distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [_gloo_device(interface)]
-    options._timeout = timedelta(seconds=timeout)
+    options._timeout = timedelta(seconds=member.timeout)
     options._threads = 1
-    group: Backend = gloo(store, rank, size, options)
-    return group
+    return gloo(store, member.rank, member.size, options)
 
 
 # NCCL's watchdog ends the whole process when an operation is late. The lease's deadline and abort
@@ -164,15 +128,14 @@ def _gloo(store: Store, rank: int, size: int, interface: str, timeout: float) ->
 _WATCHDOG_SLACK = 600.0
 
 
-def _nccl(store: Store, rank: int, size: int, device: torch.device, timeout: float) -> Backend:
+def _nccl(member: Membership, store: Store, device: torch.device) -> Any:
     nccl: Any = distributed.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timedelta(seconds=timeout + _WATCHDOG_SLACK)
+    options._timeout = timedelta(seconds=member.timeout + _WATCHDOG_SLACK)
     if device.index is not None:
         torch.cuda.set_device(device)
     with _errors_left_to_the_lease():
-        group: Backend = nccl(store, rank, size, options)
-    return group
+        return nccl(store, member.rank, member.size, options)
 
 
 _environment_lock = threading.Lock()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from itertools import count
 from typing import TYPE_CHECKING
 
-from fsm_trainer.groups import fence
 from fsm_trainer.groups.membership import Membership
-from fsm_trainer.groups.rendezvous import Mark, connect, forget, local_interface
+from fsm_trainer.groups.rendezvous import Mark, RollCall, connect, forget, local_interface
 from fsm_trainer.machine.errors import FsmError, LeaseExpired, PeerLost
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
 
     from fsm_trainer.groups.backend import Group
-    from fsm_trainer.groups.roll import RollCall
-
+    from fsm_trainer.groups.rendezvous import Address
 
 __all__ = ["Lease", "Membership", "Pending", "open_all", "registered_groups"]
 
@@ -30,6 +29,8 @@ WATCH = 0.1
 PATIENCE = 0.5
 # Seconds that opening may be late, so that the error from inside, which names members, comes first.
 GRACE = 1.0
+
+_CLOSED = Mark("it was closed", lost=False)
 
 
 class Lease:
@@ -51,20 +52,19 @@ class Lease:
     def __init__(self, membership: Membership, device: str) -> None:
         """Use :meth:`open`."""
         self.membership, self.device = membership, device
+        self.link, self.epoch = membership.link, membership.epoch
+        self.rank, self.size = membership.rank, membership.size
         self._group: Group | None = None
+        self._pending: set[Pending] = set()
         self._end: Mark | None = None
         self._suspicion: Mark | None = None
+        self._silent: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._opened = threading.Event()
         self._news = threading.Event()
         self._told = threading.Event()
-        self._closing = threading.Event()
-        self._silent: tuple[str, ...] = ()
         self._open_error: FsmError | None = None
         self._step = "starting"
-        self._works: dict[int, Work] = {}
-        self._keys = count()
-        self._poll: Callable[[Work, float], bool] = _never
         self._keeper = threading.Thread(
             target=self._keep, name=f"lease {self.link}/{self.epoch}", daemon=True
         )
@@ -77,7 +77,7 @@ class Lease:
         same or a newer epoch of the link, CapabilityMissing when torch lacks the backend.
         """
         lease = cls(membership, device)
-        fence.admit(lease)
+        _admit(lease)
         lease._keeper.start()
         error: FsmError | None
         if lease._opened.wait(membership.timeout + GRACE):
@@ -98,26 +98,6 @@ class Lease:
         return lease
 
     @property
-    def link(self) -> str:
-        """The link's name."""
-        return self.membership.link
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that this lease is good for."""
-        return self.membership.epoch
-
-    @property
-    def rank(self) -> int:
-        """This member's rank in the group."""
-        return self.membership.rank
-
-    @property
-    def size(self) -> int:
-        """The number of members."""
-        return self.membership.size
-
-    @property
     def usable(self) -> bool:
         """Whether the next operation would be let through."""
         return self._end is None and self._suspicion is None and self._group is not None
@@ -136,9 +116,10 @@ class Lease:
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every member's ``tensor`` by rank; equal shapes, meant for small ones."""
-        parts = [tensor.new_empty(tensor.shape) for _ in range(self.size)]
-        self._start("all_gather", lambda group: group.all_gather(parts, tensor)).wait()
-        return parts
+        rows = tensor.new_zeros((self.size, *tensor.shape))
+        rows[self.rank] = tensor
+        self.all_reduce(rows)
+        return list(rows)
 
     def barrier(self) -> None:
         """Return when all members came here."""
@@ -162,11 +143,9 @@ class Lease:
         Returns in well under a second. If an operation was cut off, gloo frees them when it
         gives that up, at most one timeout later.
         """
-        self._finish(Mark("it was closed", lost=False))
-        self._closing.set()
-        self._news.set()
+        self._finish(_CLOSED)
         if self._keeper.ident is not None and self._keeper is not threading.current_thread():
-            self._keeper.join(0.05 if self._works else GRACE)
+            self._keeper.join(0.05 if self._pending else GRACE)
 
     def __enter__(self) -> Lease:
         return self
@@ -178,54 +157,43 @@ class Lease:
 
     def _start(self, what: str, start: Callable[[Group], Work]) -> Pending:
         self._good(what)
-        group = self._group
+        pending, group = Pending(self, what), self._group
         if group is None:
             raise self._over(what)
-        key = next(self._keys)
-        began = time.monotonic()
         try:
-            self._works[key] = start(group)
+            pending.work, pending.poll = start(group), group.poll
         except RuntimeError as error:
-            raise self._failed(what, began, str(error)) from error
+            raise self._failed(pending, error) from error.with_traceback(None)
         finally:
             # An exception keeps its frames: none of ours may keep the group's sockets.
-            del group, start
-        return Pending(self, what, key, began)
+            del group
+        self._pending.add(pending)
+        return pending
 
-    def _wait(self, what: str, key: int, began: float) -> None:
-        deadline = began + self.membership.timeout
-        while True:
+    def _wait(self, pending: Pending) -> None:
+        deadline = pending.began + self.membership.timeout
+        done = False
+        while not done:
             if self._end is not None:
-                raise self._over(what)
+                raise self._over(pending.what)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise self._failed(what, began, "no answer in time")
+                raise self._failed(pending, TimeoutError("no answer in time"))
             try:
-                done = self._done(key, min(WATCH / 2, left))
+                done = pending.done(min(WATCH / 2, left))
             except RuntimeError as error:
-                raise self._failed(what, began, str(error)) from error
-            if done:
-                break
-        self._works.pop(key, None)
+                raise self._failed(pending, error) from error.with_traceback(None)
+        self._pending.discard(pending)
         # After an abort a collective may end without an error: its result counts only if the
         # lease is still good now.
-        self._good(what)
-
-    def _done(self, key: int, seconds: float) -> bool:
-        # Gone when the lease's thread has freed an ended lease meanwhile.
-        work = self._works.get(key)
-        try:
-            return work is not None and self._poll(work, seconds)
-        finally:
-            # An exception keeps its frames, and a work keeps the group's sockets.
-            del work
+        self._good(pending.what)
 
     def _good(self, what: str) -> None:
         if self._end is not None:
             raise LeaseExpired(self.link, self.epoch, f"{self._story()} (asked for: {what})")
 
-    def _failed(self, what: str, began: float, cause: str) -> FsmError:
-        after = time.monotonic() - began
+    def _failed(self, pending: Pending, cause: Exception) -> FsmError:
+        what, after = pending.what, time.monotonic() - pending.began
         why = f"{what} at {self.membership.name} failed after {after:.1f} s: {_first(cause)}"
         self._suspicion = Mark(why, lost=True)
         self._news.set()
@@ -269,14 +237,13 @@ class Lease:
             try:
                 self._watch(roll)
             except RuntimeError as error:
-                where, cause = self.membership.store, _first(str(error))
+                where, cause = self.membership.store, _first(error)
                 self._finish(Mark(f"the rendezvous at {where} is gone ({cause})", lost=False))
                 self._told.set()
         self._free()
 
     def _try_open(self) -> RollCall | None:
         from fsm_trainer.groups.backend import build
-        from fsm_trainer.groups.roll import RollCall
 
         me = self.membership
         deadline = time.monotonic() + me.timeout
@@ -289,7 +256,9 @@ class Lease:
             self._step = f"building the {me.backend} group of {', '.join(me.members)}"
             group = build(me, roll.store, self.device, local_interface(me.store))
             self._step = f"the first collective of {', '.join(me.members)}"
-            _warm(group, deadline)
+            # Backends connect lazily: without this the first push would pay, and fail.
+            if not group.poll(group.barrier(), max(deadline - time.monotonic(), 0.001)):
+                raise RuntimeError("no answer in time")
         except FsmError as error:
             self._open_error = error
         except Exception as error:  # whatever it is, who waits for the opening must hear of it
@@ -297,31 +266,28 @@ class Lease:
             forget(me.store, owner)
             self._open_error = PeerLost(
                 f"link {me.link!r} epoch {me.epoch}: {me.name} failed in {self._step}: "
-                f"{_first(str(error))}. A member, or the rendezvous, died meanwhile: check each, "
+                f"{_first(error)}. A member, or the rendezvous, died meanwhile: check each, "
                 "and open a new epoch with those that live"
             )
         else:
-            self._poll, self._group = group.poll, group
+            self._group = group
             return roll
         return None
 
     def _watch(self, roll: RollCall) -> None:
         """Look for the end of the epoch, and tell it on; returns when there is an end."""
-        while not self._closing.is_set():
+        end = told = None
+        while end is None and told is None:
             self._news.wait(WATCH)
             end, told = self._end or self._suspicion, roll.broken()
-            if end is None and told is None:
-                continue
-            if told is None and end is not None and not self._closing.is_set():
-                told = roll.report(end)
-            if told is not None:
-                self._finish(told)
-            roll.answer()
-            if self._end is not None and self._end.lost:
-                self._silent = roll.silent(PATIENCE)
-            self._told.set()
-            return
+        if told is None and end is not None and end is not _CLOSED:
+            told = roll.report(end)
+        if told is not None:
+            self._finish(told)
         roll.answer()
+        if self._end is not None and self._end.lost:
+            self._silent = roll.silent(PATIENCE)
+        self._told.set()
 
     def _free(self) -> None:
         """Let go of the group when nothing is in flight: gloo's destructor would block on it."""
@@ -331,40 +297,73 @@ class Lease:
         group.abort()
         # A tree broadcast waits for a few peers in turn, one timeout each.
         until = time.monotonic() + 4 * self.membership.timeout
-        while time.monotonic() < until:
-            if all(work.is_completed() for work in tuple(self._works.values())):
-                break
+        works = [pending.work for pending in tuple(self._pending) if pending.work is not None]
+        while time.monotonic() < until and not all(work.is_completed() for work in works):
             time.sleep(WATCH / 2)
-        self._works.clear()
+        for pending in tuple(self._pending):
+            pending.work = None
+        self._pending.clear()
 
 
 class Pending:
     """An operation in flight: its tensors belong to the backend until :meth:`wait` returns."""
 
-    def __init__(self, lease: Lease, what: str, key: int, began: float) -> None:
-        self._lease, self._what, self._key, self._began = lease, what, key, began
+    def __init__(self, lease: Lease, what: str) -> None:
+        self._lease, self.what, self.began = lease, what, time.monotonic()
+        # None before it is started, and when the lease's thread has freed an ended lease.
+        self.work: Work | None = None
+        self.poll: Callable[[Work, float], bool]
 
     def wait(self) -> None:
         """Return when it is done; raises as :class:`Lease` says. Call it once."""
-        self._lease._wait(self._what, self._key, self._began)
+        self._lease._wait(self)
+
+    def done(self, seconds: float) -> bool:
+        """Wait at most ``seconds``; whether it is done. Raises the backend's error."""
+        work = self.work
+        return work is not None and self.poll(work, seconds)
+
+
+_newest: dict[tuple[Address, str, str], Lease] = {}
+"""The last lease that each member opened in this process: only a newer epoch follows it."""
+_newest_lock = threading.Lock()
+
+
+def _admit(lease: Lease) -> None:
+    """Let ``lease`` open, and end the link's older one; LeaseExpired unless its epoch is newer."""
+    me = lease.membership
+    place = (me.store, me.link, me.name)
+    with _newest_lock:
+        older = _newest.get(place)
+        if older is not None and me.epoch <= older.epoch:
+            why = f"{me.name} has opened epoch {older.epoch} already"
+            raise LeaseExpired(me.link, me.epoch, why)
+        _newest[place] = lease
+    if older is not None:
+        older.revoke(f"epoch {me.epoch} was opened")
+
+
+@atexit.register
+def _close_all() -> None:
+    """A lease's thread must not be inside torch when Python ends."""
+    for lease in tuple(_newest.values()):
+        lease.close()
 
 
 def open_all(memberships: Iterable[Membership], device: str = "cpu") -> tuple[Lease, ...]:
-    """Open a bundle of groups in the one global order (link name, then index), all or none.
+    """Open a bundle of groups in the one global order (that of the links' names), all or none.
 
     All processes open in the same order whatever order they were told, so that two that share
     several groups can't wait for each other. Returns the leases in that order: use them in it,
     for the same reason. Raises what :meth:`Lease.open` raises, with nothing left open here.
     """
-    leases: list[Lease] = []
-    try:
-        for membership in sorted(memberships, key=lambda one: one.order):
-            leases.append(Lease.open(membership, device))
-    except BaseException:
-        for lease in leases:
-            lease.close()
-        raise
-    return tuple(leases)
+    with contextlib.ExitStack() as opened:
+        leases = tuple(
+            opened.enter_context(Lease.open(membership, device))
+            for membership in sorted(memberships, key=lambda one: one.link)
+        )
+        opened.pop_all()
+    return leases
 
 
 def registered_groups() -> tuple[str, ...]:
@@ -373,16 +372,6 @@ def registered_groups() -> tuple[str, ...]:
     return () if registry is None else tuple(registry._world.pg_names.values())
 
 
-def _warm(group: Group, deadline: float) -> None:
-    # Backends connect lazily: without this the first push would pay, and fail, instead of open.
-    if not group.poll(group.barrier(), max(deadline - time.monotonic(), 0.001)):
-        raise RuntimeError("no answer in time")
-
-
-def _never(work: Work, seconds: float) -> bool:
-    return False
-
-
-def _first(text: str) -> str:
+def _first(error: Exception) -> str:
     """Return the first line of a backend's error: what follows is a C++ stack."""
-    return text.strip().splitlines()[0][:300] if text.strip() else "no text"
+    return f"{error}".strip().partition("\n")[0][:300] or type(error).__name__

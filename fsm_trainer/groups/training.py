@@ -57,31 +57,15 @@ class TrainingGroups:
     """
 
     def __init__(
-        self,
-        store: Address,
-        role: str,
-        rank: int,
-        world_size: int,
-        timeout: float,
-        backend: str = "gloo",
+        self, store: Address, role: str, rank: int, world_size: int, timeout: float, backend: str
     ) -> None:
         self.link = f"train/{role}"
         self.epoch = -1
         self.rank, self.world_size = rank, world_size
         self._address = store
         self._timeout, self._backend = timedelta(seconds=timeout), backend
-        self._world = _Group(self, None)
+        self.world = _Group(self, None)
         self._made: list[_Group] = []
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the groups of :attr:`epoch` live."""
-        return self._world.live is not None
-
-    @property
-    def world(self) -> _Group:
-        """The stand-in for the world."""
-        return self._world
 
     def open(self, epoch: int) -> None:
         """Meet the other ranks under ``epoch``; raises :class:`PeerLost` when one doesn't come."""
@@ -117,7 +101,7 @@ class TrainingGroups:
 
     def close(self) -> None:
         """Destroy every group; afterwards torch has none registered."""
-        for group in (self._world, *self._made):
+        for group in (self.world, *self._made):
             group.live = None
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -146,7 +130,7 @@ class TrainingGroups:
             world_size=self.world_size,
             timeout=self._timeout,
         )
-        self._world.live = dist.group.WORLD
+        self.world.live = dist.group.WORLD
         _use(self)
         for group in self._made:
             self._attach(group)

@@ -1,7 +1,7 @@
 """What a push carries: names, dtypes, shapes and where each tensor lies in which bucket.
 
 Both sides hold the same manifest before a byte moves, and compare its digest. It holds no
-tensor, so that it can be pickled or written as JSON, and kept where torch isn't imported.
+tensor, so that it can be pickled, and kept where torch isn't imported.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,9 @@ class TensorSpec:
         """Describe ``tensor``."""
         return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
     @property
     def item_size(self) -> int:
         """Bytes of one element."""
@@ -92,13 +96,11 @@ class Manifest:
 
     tensors: tuple[TensorSpec, ...]
     aliases: tuple[tuple[str, str], ...] = ()
-    bucket_bytes: int = field(default=BUCKET_BYTES)
+    bucket_bytes: int = BUCKET_BYTES
 
     @classmethod
     def of(
-        cls,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        bucket_bytes: int = BUCKET_BYTES,
+        cls, named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
     ) -> Manifest:
         """Describe tensors in the order given; tied weights (one storage, one view) once."""
         specs: list[TensorSpec] = []
@@ -116,12 +118,8 @@ class Manifest:
         return cls(tuple(specs), tuple(aliases), bucket_bytes)
 
     def __post_init__(self) -> None:
-        names = [spec.name for spec in self.tensors] + [alias for alias, _ in self.aliases]
-        twice = (
-            sorted({name for name in names if names.count(name) > 1})
-            if (len(set(names)) != len(names))
-            else []
-        )
+        names = Counter([spec.name for spec in self.tensors] + [name for name, _ in self.aliases])
+        twice = sorted(name for name, count in names.items() if count > 1)
         if twice:
             raise ManifestMismatch(f"these names come twice: {', '.join(twice)}")
         if self.bucket_bytes <= 0:
@@ -150,55 +148,31 @@ class Manifest:
 
         A tied name may be absent at the receiver. Raises ManifestMismatch with all differences.
         """
-        theirs = {spec.name: spec for spec in receiver_specs}
-        ours = {spec.name: spec for spec in self.tensors}
-        tied = {alias: ours[first] for alias, first in self.aliases}
-        expected = ours | tied
-        missing = sorted(ours.keys() - theirs.keys())
-        unexpected = sorted(theirs.keys() - expected.keys())
-        both = sorted(expected.keys() & theirs.keys())
-        shapes = [
-            f"{name} {list(expected[name].shape)} against {list(theirs[name].shape)}"
-            for name in both
-            if expected[name].shape != theirs[name].shape
-        ]
-        dtypes = [
-            f"{name} {expected[name].dtype} against {theirs[name].dtype}"
-            for name in both
-            if expected[name].dtype != theirs[name].dtype
-        ]
-        kinds = {
-            "the receiver lacks": missing,
-            "the sender lacks": unexpected,
-            "shapes differ (sender against receiver)": shapes,
-            "dtypes differ (sender against receiver)": dtypes,
+        theirs = {spec.name: str(spec) for spec in receiver_specs}
+        ours = {spec.name: str(spec) for spec in self.tensors}
+        expected = ours | {alias: ours[first] for alias, first in self.aliases}
+        differences = {
+            "the receiver lacks": ours.keys() - theirs.keys(),
+            "the sender lacks": theirs.keys() - expected.keys(),
+            "sender and receiver differ in": {
+                f"{name} ({expected[name]} against {theirs[name]})"
+                for name in expected.keys() & theirs.keys()
+                if expected[name] != theirs[name]
+            },
         }
-        found = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+        found = [f"{kind}: {_some(sorted(names))}" for kind, names in differences.items() if names]
         if found:
             raise ManifestMismatch(
-                "sender and receiver hold different tensors; "
-                + "; ".join(found)
-                + ". Load the same model configuration on both sides; nothing was sent"
+                f"{'; '.join(found)}. Load the same model configuration on both sides; "
+                "nothing was sent"
             )
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the JSON form, in hex: equal digests mean equal layouts."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def to_json(self) -> str:
-        """Return a canonical JSON text of this manifest."""
-        tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors]
-        body = {"aliases": self.aliases, "bucket_bytes": self.bucket_bytes, "tensors": tensors}
-        return json.dumps(body, sort_keys=True, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Return the manifest that :meth:`to_json` wrote."""
-        body = json.loads(text)
-        tensors = (TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in body["tensors"])
-        aliases = ((alias, first) for alias, first in body["aliases"])
-        return cls(tuple(tensors), tuple(aliases), body["bucket_bytes"])
+        """SHA-256 of all fields, in hex: equal digests mean equal layouts."""
+        tensors = [(spec.name, str(spec)) for spec in self.tensors]
+        text = json.dumps([self.bucket_bytes, self.aliases, tensors])
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _pack(run: list[TensorSpec]) -> Bucket:

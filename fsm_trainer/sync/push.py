@@ -5,20 +5,22 @@
 A push is complete or raises, on every member: after the last bucket all learn whether all got the
 same bytes and could load them. What a raise leaves behind is torn; the machine says so, not this
 module. A refusal before the first bucket leaves the lease good; any later error ends it.
+
+The sender is rank 0.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from fsm_trainer.groups.lease import Lease
+from fsm_trainer.groups.lease import Lease, Pending
 from fsm_trainer.machine.errors import (
     ActionFailed,
     FsmError,
@@ -28,18 +30,14 @@ from fsm_trainer.machine.errors import (
 )
 from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.checksums import raw_bytes
-from fsm_trainer.sync.header import HEADER_BYTES, Header
 from fsm_trainer.sync.manifest import Bucket, Manifest, Slot, TensorSpec
 
-Verify = Literal["auto", "full", "sampled", "none"]
-NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-
-# The version of a push that its caller gave none.
-UNNUMBERED = Version(0, 0)
+# The manifest's digest, the sender's epoch, the weights' lineage and number.
+_HEADER = struct.Struct("<32s3q")
 
 # Pushes below this many bytes are hashed whole: SHA-256 of it takes about 0.1 s.
 FULL_CHECK_BYTES = 64 * 2**20
-# "sampled" hashes this much ...
+# Larger ones are sampled: this much ...
 _WINDOW = 4096
 # ... out of every so many bytes.
 _STRIDE = 256 * _WINDOW
@@ -72,70 +70,60 @@ class _Buffers:
             pair = self._pair = one, two
         return pair[index % 2][: bucket.bytes + _TRAILER]
 
-    def drop(self) -> None:
-        """Forget them: an operation that was cut off may still write to them."""
-        self._pair = None
+    @contextmanager
+    def all_or_over(self, lease: Lease) -> Iterator[None]:
+        """End the lease for all members on an error: they wait for a bucket that won't come."""
+        try:
+            yield
+        except Exception as error:
+            # An operation that was cut off may still write to them.
+            self._pair = None
+            lease.revoke(f"the push failed at {lease.membership.name}: {error}")
+            raise
 
 
 class Sender:
-    """The sending side; owns two buckets that later pushes reuse.
+    """The sending side; owns two buckets that later pushes reuse."""
 
-    ``verify``: which bytes the acknowledgement hashes; ``auto`` is ``full`` below
-    ``FULL_CHECK_BYTES`` and ``sampled`` (1/256) above.
-    """
-
-    def __init__(self, verify: Verify = "auto") -> None:
-        self._verify = verify
+    def __init__(self) -> None:
         self._buffers = _Buffers()
 
     def send(
         self,
         lease: Lease,
-        named_tensors: NamedTensors,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
         manifest: Manifest,
-        source: int = 0,
-        version: Version = UNNUMBERED,
+        version: Version,
     ) -> PushReport:
-        """Send all tensors of ``manifest``; ``source`` is this member's own rank.
+        """Send all tensors of ``manifest``, which come in its order.
 
-        ``named_tensors`` in the manifest's order; an iterator is consumed bucket by bucket, so
-        that gathered shards need not all exist at once. Raises ManifestMismatch (a receiver
-        refused, nothing was sent), SelfCheckFailed (a receiver got other bytes), ActionFailed (a
-        receiver could not load), PeerLost, LeaseExpired.
+        They are consumed bucket by bucket, so that gathered shards need not all exist at once.
+        Raises ManifestMismatch (a receiver refused, nothing was sent; or these are not the
+        manifest's tensors, which ends the lease), SelfCheckFailed (a receiver got other bytes),
+        ActionFailed (a receiver could not load), PeerLost, LeaseExpired.
         """
         began = time.monotonic()
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-        if not isinstance(pairs, Iterator):
-            _check_all(pairs, manifest)
-        window, stride = _sampling(self._verify, manifest.bytes)
-        digest = bytes.fromhex(manifest.digest)
-        header = Header(digest, lease.epoch, version, manifest.bytes, window, stride)
-        lease.broadcast(_tensor(header.pack(), lease), source)
-        _agree(lease, source, None)
-        with _all_or_over(lease, self._buffers):
-            checksum = self._buckets(lease, iter(pairs), manifest, source, header)
-        _acknowledge(lease, source, checksum, None)
+        header = _HEADER.pack(bytes.fromhex(manifest.digest), lease.epoch, *version)
+        lease.broadcast(_tensor(header, lease))
+        _agree(lease, None)
+        with self._buffers.all_or_over(lease):
+            checksum = self._buckets(lease, named_tensors, manifest)
+        _acknowledge(lease, checksum, None)
         seconds = time.monotonic() - began
         return PushReport(manifest.bytes, seconds, len(manifest.buckets), version)
 
     def _buckets(
-        self,
-        lease: Lease,
-        pairs: Iterator[tuple[str, torch.Tensor]],
-        manifest: Manifest,
-        source: int,
-        header: Header,
+        self, lease: Lease, pairs: Iterable[tuple[str, torch.Tensor]], manifest: Manifest
     ) -> bytes:
-        checksum = _Checksum(header)
+        checksum, pending = _Checksum(manifest.bytes), None
         aliases = {alias for alias, _ in manifest.aliases}
         fresh = ((name, tensor) for name, tensor in pairs if name not in aliases)
-        pending = None
         for index, bucket in enumerate(manifest.buckets):
             flat = self._buffers(index, manifest, lease.device)
             _fill(flat, index, bucket, fresh)
             if pending is not None:
                 pending.wait()
-            pending = lease.start_broadcast(flat, source)
+            pending = lease.start_broadcast(flat)
             checksum.add(flat)
         if pending is not None:
             pending.wait()
@@ -149,11 +137,7 @@ class Receiver:
         self._buffers = _Buffers()
 
     def receive(
-        self,
-        lease: Lease,
-        manifest: Manifest,
-        load: Callable[[str, torch.Tensor], None],
-        source: int = 0,
+        self, lease: Lease, manifest: Manifest, load: Callable[[str, torch.Tensor], None]
     ) -> PushReport:
         """Receive one push and hand each tensor to ``load``, tied names too.
 
@@ -163,32 +147,24 @@ class Receiver:
         (another receiver failed), PeerLost, LeaseExpired.
         """
         began = time.monotonic()
-        raw = _tensor(bytes(HEADER_BYTES), lease)
-        lease.broadcast(raw, source)
-        header, refusal = _read(raw, lease, manifest)
-        _agree(lease, source, refusal)
-        with _all_or_over(lease, self._buffers):
-            checksum, error = self._buckets(lease, manifest, load, source, header)
-        _acknowledge(lease, source, checksum, error)
+        header = _tensor(bytes(_HEADER.size), lease)
+        lease.broadcast(header)
+        digest, epoch, *version = _HEADER.unpack(raw_bytes(header))
+        _agree(lease, _refusal(lease, manifest, digest.hex(), epoch))
+        with self._buffers.all_or_over(lease):
+            checksum, error = self._buckets(lease, manifest, load)
+        _acknowledge(lease, checksum, error)
         seconds = time.monotonic() - began
-        return PushReport(manifest.bytes, seconds, len(manifest.buckets), header.version)
+        return PushReport(manifest.bytes, seconds, len(manifest.buckets), Version(*version))
 
     def _buckets(
-        self,
-        lease: Lease,
-        manifest: Manifest,
-        load: Callable[[str, torch.Tensor], None],
-        source: int,
-        header: Header,
+        self, lease: Lease, manifest: Manifest, load: Callable[[str, torch.Tensor], None]
     ) -> tuple[bytes, Exception | None]:
-        checksum, error = _Checksum(header), None
+        checksum, error = _Checksum(manifest.bytes), None
         tied: dict[str, list[str]] = {}
         for alias, first in manifest.aliases:
             tied.setdefault(first, []).append(alias)
-        flats = (
-            self._buffers(index, manifest, lease.device) for index in range(len(manifest.buckets))
-        )
-        for flat, bucket in _arriving(lease, flats, manifest, source):
+        for flat, bucket in self._arriving(lease, manifest):
             checksum.add(flat)
             if error is not None:
                 # The sender can't be stopped: stay in step, and tell it at the end.
@@ -201,27 +177,29 @@ class Receiver:
                 error = raised
         return checksum.value(), error
 
+    def _arriving(self, lease: Lease, manifest: Manifest) -> Iterator[tuple[torch.Tensor, Bucket]]:
+        """Yield the buckets in turn, with the next one already on its way."""
 
-def send(
-    lease: Lease,
-    named_tensors: NamedTensors,
-    manifest: Manifest,
-    source: int = 0,
-    version: Version = UNNUMBERED,
-    verify: Verify = "auto",
-) -> PushReport:
-    """Send once, as :meth:`Sender.send`; keep a Sender to reuse its buckets."""
-    return Sender(verify).send(lease, named_tensors, manifest, source, version)
+        def start(index: int) -> tuple[torch.Tensor, Pending]:
+            flat = self._buffers(index, manifest, lease.device)
+            return flat, lease.start_broadcast(flat)
 
-
-def receive(
-    lease: Lease,
-    manifest: Manifest,
-    load: Callable[[str, torch.Tensor], None],
-    source: int = 0,
-) -> PushReport:
-    """Receive once, as :meth:`Receiver.receive`; keep a Receiver to reuse its buckets."""
-    return Receiver().receive(lease, manifest, load, source)
+        if not manifest.buckets:
+            return
+        coming = start(0)
+        for index, bucket in enumerate(manifest.buckets):
+            flat, pending = coming
+            pending.wait()
+            if index + 1 < len(manifest.buckets):
+                coming = start(index + 1)
+            trailer = flat[bucket.bytes :].cpu()
+            if not torch.equal(trailer, _trailer(index, bucket)):
+                raise SelfCheckFailed(
+                    f"link {lease.link!r} epoch {lease.epoch}: bucket {index} of {bucket.bytes:,} "
+                    f"bytes ends with {trailer.tolist()}: another length, or another operation's "
+                    "bytes. The weights are torn; push again under a new epoch"
+                )
+            yield flat, bucket
 
 
 # -- buckets ---------------------------------------------------------------------------------------
@@ -239,65 +217,40 @@ def _trailer(index: int, bucket: Bucket) -> torch.Tensor:
 
 @torch.no_grad()
 def _fill(
-    flat: torch.Tensor,
-    index: int,
-    bucket: Bucket,
-    pairs: Iterator[tuple[str, torch.Tensor]],
+    flat: torch.Tensor, index: int, bucket: Bucket, pairs: Iterator[tuple[str, torch.Tensor]]
 ) -> None:
     slots = {slot.spec.name: slot for slot in bucket.slots}
     while slots:
-        name, tensor = next(pairs, ("", None))
+        name, tensor = next(pairs, ("the end", None))
         slot = slots.pop(name, None)
         if tensor is None or slot is None or TensorSpec.of(name, tensor) != slot.spec:
-            expected = ", ".join([*slots][:4]) if slot is None else str(slot.spec)
-            found = "the end" if tensor is None else str(TensorSpec.of(name, tensor))
+            expected = f"{slot.spec!r}" if slot is not None else ", ".join([*slots][:4])
+            found = name if tensor is None else repr(TensorSpec.of(name, tensor))
             raise ManifestMismatch(
-                f"bucket {index}: the tensors end or differ from the manifest, expected "
-                f"{expected}, found {found}. Pass them in the manifest's order"
+                f"bucket {index}: expected {expected}, found {found}. "
+                "Pass the manifest's tensors in its order"
             )
         _view(flat, slot).copy_(tensor)
     flat[bucket.bytes :].copy_(_trailer(index, bucket))
 
 
-def _arriving(
-    lease: Lease, flats: Iterator[torch.Tensor], manifest: Manifest, source: int
-) -> Iterator[tuple[torch.Tensor, Bucket]]:
-    """Yield the buckets in turn, with the next one already on its way."""
-    flat = next(flats, None)
-    pending = None if flat is None else lease.start_broadcast(flat, source)
-    for index, bucket in enumerate(manifest.buckets):
-        if flat is None or pending is None:
-            return
-        pending.wait()
-        here, flat = flat, next(flats, None)
-        pending = None if flat is None else lease.start_broadcast(flat, source)
-        trailer = here[bucket.bytes :].cpu()
-        if not torch.equal(trailer, _trailer(index, bucket)):
-            raise SelfCheckFailed(
-                f"link {lease.link!r} epoch {lease.epoch}: bucket {index} of {bucket.bytes:,} "
-                f"bytes ends with {trailer.tolist()}: another length, or another operation's "
-                "bytes. The weights are torn; push again under a new epoch"
-            )
-        yield here, bucket
+class _Checksum:
+    """SHA-256 over the bytes of all buckets, or samples of them where ``total`` is large."""
 
+    def __init__(self, total: int) -> None:
+        self._window = _STRIDE if total < FULL_CHECK_BYTES else _WINDOW
+        self._hash = hashlib.sha256()
 
-@contextmanager
-def _all_or_over(lease: Lease, buffers: _Buffers) -> Iterator[None]:
-    """End the lease for all members on an error: they wait for a bucket that won't come."""
-    try:
-        yield
-    except Exception as error:
-        buffers.drop()
-        lease.revoke(f"the push failed at {lease.membership.name}: {error}")
-        raise
+    def add(self, flat: torch.Tensor) -> None:
+        """Add one bucket."""
+        whole = flat.numel() - flat.numel() % _STRIDE
+        sampled = flat[:whole].view(-1, _STRIDE)[:, : self._window]
+        self._hash.update(raw_bytes(sampled))
+        self._hash.update(raw_bytes(flat[whole:][: self._window]))
 
-
-def _check_all(pairs: Iterable[tuple[str, torch.Tensor]], manifest: Manifest) -> None:
-    found = [TensorSpec.of(name, tensor) for name, tensor in pairs]
-    manifest.check(found)
-    aliases = {alias for alias, _ in manifest.aliases}
-    if [spec for spec in found if spec.name not in aliases] != list(manifest.tensors):
-        raise ManifestMismatch("the tensors are not in the manifest's order; nothing was sent")
+    def value(self) -> bytes:
+        """Return 32 bytes."""
+        return self._hash.digest()
 
 
 # -- agreement -------------------------------------------------------------------------------------
@@ -307,84 +260,57 @@ def _tensor(raw: bytes, lease: Lease) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(lease.device)
 
 
-def _read(raw: torch.Tensor, lease: Lease, manifest: Manifest) -> tuple[Header, FsmError | None]:
-    nothing = Header(b"", lease.epoch, Version(0, 0), 0, 0, _STRIDE)
-    try:
-        header = Header.unpack(bytes(raw_bytes(raw)))
-        header.check(lease, manifest)
-    except (ManifestMismatch, LeaseExpired) as refusal:
-        return nothing, refusal
-    return header, None
+def _gather(lease: Lease, raw: bytes) -> dict[str, bytes]:
+    """Return what each member says, by name; equal lengths."""
+    rows = lease.all_gather(_tensor(raw, lease))
+    said = (bytes(raw_bytes(row)) for row in rows)
+    return dict(zip(lease.membership.members, said, strict=True))
 
 
-def _agree(lease: Lease, source: int, refusal: FsmError | None) -> None:
+def _refusal(lease: Lease, manifest: Manifest, digest: str, epoch: int) -> FsmError | None:
+    if digest != manifest.digest:
+        return ManifestMismatch(
+            f"link {lease.link!r} epoch {lease.epoch}: the sender pushes under manifest "
+            f"{digest[:16]}, but {lease.membership.name} expects {manifest.bytes:,} bytes under "
+            f"{manifest.digest[:16]}. Give both the same manifest; nothing was sent"
+        )
+    if epoch != lease.epoch:
+        return LeaseExpired(lease.link, lease.epoch, f"the sender is in epoch {epoch}")
+    return None
+
+
+def _agree(lease: Lease, refusal: FsmError | None) -> None:
     """Let all members know whether all accept the header; raise on all if one doesn't."""
-    rows = lease.all_gather(_tensor(bytes([refusal is not None]), lease))
+    said = _gather(lease, bytes([refusal is not None]))
     if refusal is not None:
         raise refusal
-    refused = [name for name, row in zip(lease.membership.members, rows, strict=True) if row.item()]
+    refused = [name for name, row in said.items() if row[0]]
     if refused:
         raise ManifestMismatch(
             f"link {lease.link!r} epoch {lease.epoch}: {', '.join(refused)} refused the push of "
-            f"{lease.membership.members[source]}, holding another manifest; nothing was sent"
+            f"{lease.membership.members[0]}, holding another manifest; nothing was sent"
         )
 
 
-def _acknowledge(lease: Lease, source: int, checksum: bytes, error: Exception | None) -> None:
+def _acknowledge(lease: Lease, checksum: bytes, error: Exception | None) -> None:
     """Compare all members' checksums and outcomes; raise on all if one is not in order."""
     if lease.device != "cpu":
         torch.cuda.current_stream(lease.device).synchronize()
-    rows = lease.all_gather(_tensor(bytes([error is not None]) + checksum, lease))
+    said = _gather(lease, bytes([error is not None]) + checksum)
     if error is not None:
         raise error
-    named = dict(
-        zip(lease.membership.members, (bytes(raw_bytes(row)) for row in rows), strict=True)
-    )
     link = f"link {lease.link!r} epoch {lease.epoch}"
-    failed = [name for name, row in named.items() if row[0]]
+    failed = [name for name, row in said.items() if row[0]]
     if failed:
         raise ActionFailed(
             f"{link}: {', '.join(failed)} could not load the push (see the error there); its "
             "weights are torn everywhere until a push succeeds"
         )
-    sent = rows[source]
-    other = [
-        f"{name} {bytes(raw_bytes(row))[1:9].hex()}"
-        for name, row in zip(named, rows, strict=True)
-        if not torch.equal(row, sent)
-    ]
+    sent = said[lease.membership.members[0]]
+    other = [f"{name} {row[1:9].hex()}" for name, row in said.items() if row != sent]
     if other:
         raise SelfCheckFailed(
-            f"{link}: sent bytes of checksum {bytes(raw_bytes(sent))[1:9].hex()}, but received: "
+            f"{link}: sent bytes of checksum {sent[1:9].hex()}, but received: "
             f"{', '.join(other)}. The weights are torn; suspect memory, the network, or somebody "
             "who wrote to a bucket in flight"
         )
-
-
-def _sampling(verify: Verify, total: int) -> tuple[int, int]:
-    if verify == "none":
-        return 0, _STRIDE
-    if verify == "full" or (verify == "auto" and total < FULL_CHECK_BYTES):
-        return _STRIDE, _STRIDE
-    return _WINDOW, _STRIDE
-
-
-class _Checksum:
-    """SHA-256 over the sampled bytes of all buckets, as the sender's header says."""
-
-    def __init__(self, header: Header) -> None:
-        self._window, self._stride = header.window, header.stride
-        self._hash = hashlib.sha256()
-
-    def add(self, flat: torch.Tensor) -> None:
-        """Add one bucket."""
-        if not self._window:
-            return
-        whole = flat.numel() - flat.numel() % self._stride
-        sampled = flat[:whole].view(-1, self._stride)[:, : self._window]
-        self._hash.update(raw_bytes(sampled))
-        self._hash.update(raw_bytes(flat[whole:][: self._window]))
-
-    def value(self) -> bytes:
-        """Return 32 bytes."""
-        return self._hash.digest()

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fsm_trainer.groups.lease import Lease
 from fsm_trainer.groups.membership import Membership
+from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.manifest import Manifest, TensorSpec
-from fsm_trainer.sync.push import send
+from fsm_trainer.sync.push import PushReport, Sender
 
 # Several buckets even for the tiny model.
 BUCKET_BYTES = 64 * 1024
@@ -44,8 +45,14 @@ def leave(held: dict[str, Any]) -> None:
     held.pop("lease").close()
 
 
+def send(
+    held: dict[str, Any], specs: Sequence[TensorSpec], named: Iterable[tuple[str, torch.Tensor]]
+) -> PushReport:
+    return Sender().send(held["lease"], named, manifest(specs), Version(0, 1))
+
+
 def push(held: dict[str, Any], specs: Sequence[TensorSpec], seed: int) -> int:
-    return send(held["lease"], weights(specs, seed).items(), manifest(specs)).buckets
+    return send(held, specs, weights(specs, seed).items()).buckets
 
 
 def die_within_a_push(held: dict[str, Any], specs: Sequence[TensorSpec], seed: int) -> None:
@@ -54,9 +61,9 @@ def die_within_a_push(held: dict[str, Any], specs: Sequence[TensorSpec], seed: i
         yield from named[: len(named) // 2]
         os.kill(os.getpid(), signal.SIGKILL)
 
-    send(held["lease"], until_the_middle(), manifest(specs))
+    send(held, specs, until_the_middle())
 
 
 def push_nan(held: dict[str, Any], specs: Sequence[TensorSpec]) -> None:
     named = {name: tensor * float("nan") for name, tensor in weights(specs, 0).items()}
-    send(held["lease"], named.items(), manifest(specs))
+    send(held, specs, named.items())

@@ -116,13 +116,13 @@ def ends_normally_after_revoke(held: Held) -> None:
     """What NCCL does after an abort: the work ends, and says nothing."""
     lease: Lease = held["lease"]
     pending = lease.start_broadcast(torch.zeros(4))
-    wait = lease._poll
+    wait = pending.poll
 
     def ends(work: Any, seconds: float) -> bool:
         lease.revoke("revoked meanwhile")
         return wait(work, 5.0)
 
-    lease._poll = ends
+    pending.poll = ends
     pending.wait()
 
 

@@ -51,15 +51,10 @@ def manifest_of(named: Weights, bucket_bytes: int = BUCKET) -> Manifest:
 
 
 def send(
-    held: Held,
-    named: Weights,
-    version: tuple[int, int] = (0, 1),
-    verify: str = "auto",
-    bucket: int = BUCKET,
+    held: Held, named: Weights, version: tuple[int, int] = (0, 1), bucket: int = BUCKET
 ) -> Any:
-    sender = held.setdefault(f"sender {verify}", Sender(verify))  # type: ignore[arg-type]
-    manifest = manifest_of(named, bucket)
-    report = sender.send(held["lease"], named, manifest, version=Version(*version))
+    sender, manifest = held.setdefault("sender", Sender()), manifest_of(named, bucket)
+    report = sender.send(held["lease"], named.items(), manifest, Version(*version))
     return report.bytes, report.buckets, report.version, checksums(named.items())
 
 
@@ -130,7 +125,7 @@ def send_and_stumble(held: Held, named: Weights, after: int) -> None:
         yield from list(named.items())[:after]
         raise OSError("the bank is gone")
 
-    Sender().send(held["lease"], some(), manifest_of(named))
+    Sender().send(held["lease"], some(), manifest_of(named), Version(0, 1))
 
 
 def buffers(held: Held, who: str) -> list[int]:
@@ -139,7 +134,7 @@ def buffers(held: Held, who: str) -> list[int]:
 
 
 def send_reversed(held: Held, named: Weights) -> None:
-    Sender().send(held["lease"], dict(reversed(named.items())), manifest_of(named))
+    Sender().send(held["lease"], reversed(named.items()), manifest_of(named), Version(0, 1))
 
 
 def send_large(held: Held, count: int, mebibytes: int) -> Any:

@@ -32,9 +32,3 @@ def test_one_bit_changes_it() -> None:
     other.view(torch.int32)[777] = 1
 
     assert checksums([("a", one)]) != checksums([("a", other)])
-
-
-def test_sampling_takes_every_kth_name_from_the_first_on() -> None:
-    named = [(str(index), torch.zeros(1)) for index in range(7)]
-
-    assert list(checksums(named, sample=3)) == ["0", "3", "6"]

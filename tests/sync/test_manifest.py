@@ -66,15 +66,14 @@ def test_buckets_take_contiguous_runs_of_the_senders_order(
 
 @settings(max_examples=100, deadline=None)
 @given(specs=SPECS, bucket_bytes=st.integers(1, 300))
-def test_json_and_pickle_give_the_same_manifest_back(
-    specs: list[TensorSpec], bucket_bytes: int
-) -> None:
+def test_pickle_gives_the_same_manifest_back(specs: list[TensorSpec], bucket_bytes: int) -> None:
     manifest = Manifest(tuple(specs), (("tied", specs[0].name),) if specs else (), bucket_bytes)
 
-    for copy in (Manifest.from_json(manifest.to_json()), pickle.loads(pickle.dumps(manifest))):
-        assert copy == manifest
-        assert copy.digest == manifest.digest
-        assert copy.buckets == manifest.buckets
+    copy = pickle.loads(pickle.dumps(manifest))
+
+    assert copy == manifest
+    assert copy.digest == manifest.digest
+    assert copy.buckets == manifest.buckets
 
 
 def test_every_change_changes_the_digest() -> None:
@@ -146,8 +145,8 @@ def test_check_lists_every_kind_of_difference() -> None:
     text = str(raised.value)
     assert "the receiver lacks: gone;" in text
     assert "the sender lacks: new;" in text
-    assert "shape [2, 3] against [3, 2];" in text
-    assert "dtype float32 against bfloat16" in text
+    assert "shape (float32[2, 3] against float32[3, 2])" in text
+    assert "dtype (float32[2] against bfloat16[2])" in text
     assert "same" not in text.replace("Load the same model", "")
 
 

@@ -94,7 +94,7 @@ class TrainingGroups:
             # gloo has no exception of its own; its messages name its source files.
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 raise PeerLost(
-                    f"rank {self.rank} of {self.link} lost a peer while {doing} (epoch "
+                    f"rank {self.rank} of {self.link} lost a peer in {doing} (epoch "
                     f"{self.epoch}, deadline {self._timeout.total_seconds():g} s): {error}"
                 ) from error
             raise

@@ -154,8 +154,8 @@ class Manifest:
         differences = {
             "the receiver lacks": ours.keys() - theirs.keys(),
             "the sender lacks": theirs.keys() - expected.keys(),
-            "sender and receiver differ in": {
-                f"{name} ({expected[name]} against {theirs[name]})"
+            "these differ (sender against receiver)": {
+                f"{name} {expected[name]} against {theirs[name]}"
                 for name in expected.keys() & theirs.keys()
                 if expected[name] != theirs[name]
             },
@@ -163,8 +163,8 @@ class Manifest:
         found = [f"{kind}: {_some(sorted(names))}" for kind, names in differences.items() if names]
         if found:
             raise ManifestMismatch(
-                f"{'; '.join(found)}. Load the same model configuration on both sides; "
-                "nothing was sent"
+                f"sender and receiver hold different tensors; {'; '.join(found)}. "
+                "Load the same model configuration on both sides; nothing was sent"
             )
 
     @cached_property

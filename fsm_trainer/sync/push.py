@@ -262,8 +262,7 @@ def _tensor(raw: bytes, lease: Lease) -> torch.Tensor:
 
 def _gather(lease: Lease, raw: bytes) -> dict[str, bytes]:
     """Return what each member says, by name; equal lengths."""
-    rows = lease.all_gather(_tensor(raw, lease))
-    said = (bytes(raw_bytes(row)) for row in rows)
+    said = (bytes(raw_bytes(row)) for row in lease.all_gather(_tensor(raw, lease)))
     return dict(zip(lease.membership.members, said, strict=True))
 
 

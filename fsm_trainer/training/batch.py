@@ -1,15 +1,15 @@
 """Trajectories as tensors, and who computes which of them when.
 
 Quantities "of token t" live at index t of ``[batch, time]``; index 0 is always masked. Padding
-stands on the right. Rows are addressed by their global index, the same on every rank; -1 is a
-blank row, which fills a rank's share up to that of the others and counts for nothing.
+stands on the right. Rows are addressed by their place in the collated batch, the same on every
+rank; -1 is a blank row, which fills a rank's share up to that of the others and counts for nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,23 +37,11 @@ class Batch:
     """float32 ``[batch]``."""
     truncated: torch.Tensor
     """float32 ``[batch]``: 1 where the generation ran into its limit."""
-    index: torch.Tensor
-    """int64 ``[batch]``: place in the collated order; -1 for a blank row."""
     groups: tuple[str, ...]
     """``[batch]``: rows of equal group are compared with each other."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
-
-    @property
-    def time(self) -> int:
-        """Columns, padding included."""
-        return self.tokens.shape[1]
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Generated tokens of each row, float32 ``[batch]``."""
-        return self.loss_mask.sum(dim=1)
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on ``device``."""
@@ -70,20 +58,11 @@ class Batch:
             self._each(lambda tensor: tensor[source]),
             groups=tuple(self.groups[row] for row in source.tolist()),
         )
-        blank = given < 0
-        return replace(
-            chosen,
-            loss_mask=chosen.loss_mask.masked_fill(blank[:, None], 0.0),
-            index=chosen.index.masked_fill(blank, -1),
-        )
-
-    def shard(self, rank: int, world: int) -> Batch:
-        """Return ``rank``'s share, as many rows as every other rank's."""
-        return self.select(shard(torch.arange(len(self)), rank, world))
+        return replace(chosen, loss_mask=chosen.loss_mask.masked_fill(given[:, None] < 0, 0.0))
 
     def trim(self) -> Batch:
         """Return the batch without the columns that are padding in every row."""
-        time = int(self.attention_mask.sum(dim=1).max()) if len(self) else 0
+        time = int(self.attention_mask.sum(dim=1).max())
         return self._each(lambda tensor: tensor[:, :time] if tensor.dim() == 2 else tensor)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -110,10 +89,10 @@ def collate(trajectories: Sequence[Trajectory], pad_token: int) -> Batch:
         [trajectory.loss_mask for trajectory in trajectories],
         pad_token,
     )
-    engine = _padded([t.logprobs for t in trajectories], plain.time, 0, torch.float32)
+    time, engine = plain.tokens.shape[1], [t.logprobs for t in trajectories]
     return replace(
         plain,
-        engine_logprobs=engine,
+        engine_logprobs=_padded(engine, time, 0, torch.float32),
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         truncated=torch.tensor([float(t.status is Status.TRUNCATED) for t in trajectories]),
         groups=tuple(t.sample.group for t in trajectories),
@@ -135,21 +114,22 @@ def assemble(
         engine_logprobs=torch.zeros(count, time),
         rewards=torch.zeros(count),
         truncated=torch.zeros(count),
-        index=torch.arange(count),
         groups=("",) * count,
     )
 
 
-def shard(rows: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """Return each ``world``-th of ``rows`` from ``rank`` on, filled up with -1 to equal lengths."""
-    share = -(-len(rows) // world)
-    filled = torch.full((share * world,), -1, dtype=torch.int64)
-    filled[: len(rows)] = rows
-    return filled[rank::world]
+class Place(Protocol):
+    """Which share of the rows a rank walks, and in which steps; every ``ModelPort`` is one."""
+
+    rank: int
+    """This rank among the role's ranks."""
+    world_size: int
+    """Ranks of the role."""
+    micro_batch: int
+    """Sequences in one forward pass, at most."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Minibatch:
+class Minibatch(NamedTuple):
     """What one optimizer step reads."""
 
     rows: torch.Tensor
@@ -170,30 +150,29 @@ class Part(NamedTuple):
     """No other micro-batch follows in this minibatch."""
 
 
-def deal(rows: torch.Tensor, micro_batch: int, rank: int, world_size: int) -> Minibatch:
-    """Return the minibatch of ``rows`` as one of ``world_size`` ranks walks it."""
-    own = shard(rows, rank, world_size)
-    starts = range(0, len(own), micro_batch)
-    return Minibatch(rows, tuple(own[at : at + micro_batch] for at in starts))
+def deal(rows: torch.Tensor, place: Place) -> Minibatch:
+    """Return the minibatch of ``rows`` as the rank at ``place`` walks it.
+
+    Each ``world_size``-th row from ``rank`` on is its own, filled up with -1 to equal lengths.
+    """
+    share = -(-len(rows) // place.world_size)
+    filled = torch.full((share * place.world_size,), -1, dtype=torch.int64)
+    filled[: len(rows)] = rows
+    own = filled[place.rank :: place.world_size]
+    return Minibatch(rows, torch.split(own, place.micro_batch))
 
 
-def draw_epoch(
-    count: int,
-    minibatches: int,
-    generator: torch.Generator,
-    *,
-    micro_batch: int,
-    rank: int,
-    world_size: int,
-) -> list[Minibatch]:
-    """Return one pass over ``count`` rows in a random order, as this rank walks it.
+def draw_epochs(
+    epochs: int, minibatches: int, count: int, generator: torch.Generator, place: Place
+) -> list[list[Minibatch]]:
+    """Return passes over ``count`` rows, each in a random order, as the rank at ``place`` walks it.
 
     The order is drawn over global rows and only then dealt to the ranks: with generators in equal
     states, every rank draws the same minibatches, and so does another number of ranks.
     """
-    order = torch.randperm(count, generator=generator)
-    shares = order.tensor_split(min(minibatches, count))
-    return [deal(rows, micro_batch, rank, world_size) for rows in shares]
+    orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]
+    shares = (order.tensor_split(min(minibatches, count)) for order in orders)
+    return [[deal(rows, place) for rows in epoch] for epoch in shares]
 
 
 def parts(
@@ -212,7 +191,8 @@ def parts(
     for number, rows in enumerate(minibatch.micro_batches, start=1):
         part = batch.select(rows).trim()
         weights = token_weights(part.loss_mask, aggregation, whole)
-        cut = tuple(table[rows.clamp(min=0), : part.time].to(device) for table in tables)
+        time = part.tokens.shape[1]
+        cut = tuple(table[rows.clamp(min=0), :time].to(device) for table in tables)
         last = number == len(minibatch.micro_batches)
         yield Part(part.to(device), weights.to(device), cut, last)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -41,23 +41,17 @@ def load(head: Head, directory: Path, dtype: Dtype) -> Any:
     folder holds a language model. Raises CapabilityMissing when transformers has no such class.
     """
     install()  # transformers imports DeepSpeed where it finds it, so it must come first
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForTokenClassification,
-        logging,
-    )
+    import transformers
 
-    check_folder(directory)
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    config = AutoConfig.from_pretrained(directory)
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = transformers.AutoConfig.from_pretrained(directory)
     for name, value in config.to_dict().items():
         if "dropout" in name and isinstance(value, (int, float)):
             setattr(config, name, 0.0)
-    kind: Any = AutoModelForCausalLM if head == "policy" else AutoModelForTokenClassification
+    kind: Any = transformers.AutoModelForCausalLM
     if head == "value":
-        config.num_labels = 1
+        kind, config.num_labels = transformers.AutoModelForTokenClassification, 1
     try:
         model, info = kind.from_pretrained(
             directory, config=config, dtype=getattr(torch, dtype), output_loading_info=True
@@ -71,7 +65,6 @@ def load(head: Head, directory: Path, dtype: Dtype) -> Any:
 
 def save(model: Any, weights: Mapping[str, torch.Tensor], directory: Path, source: Path) -> None:
     """Write ``weights`` as safetensors with the model's config, and ``source``'s tokenizer."""
-    directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, state_dict=dict(weights))
     for pattern in _TOKENIZER_FILES:
         for path in source.glob(pattern):
@@ -79,34 +72,41 @@ def save(model: Any, weights: Mapping[str, torch.Tensor], directory: Path, sourc
 
 
 @contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """A folder to fill, which takes ``directory``'s place when the block ends without an error."""
+def replacing(directory: Path, leads: bool, barrier: Callable[[], None]) -> Iterator[Path]:
+    """A folder that all ranks fill; it takes ``directory``'s place when none has an error.
+
+    One rank ``leads``. ``barrier`` waits for all ranks; it has a deadline and raises.
+    """
     partial = directory.with_name(f".{directory.name}.partial")
     previous = directory.with_name(f".{directory.name}.previous")
-    for stale in (partial, previous):
-        shutil.rmtree(stale, ignore_errors=True)
-    partial.mkdir(parents=True)
+    if leads:
+        for stale in (partial, previous):
+            shutil.rmtree(stale, ignore_errors=True)
+        partial.mkdir(parents=True)
+    barrier()
     try:
         yield partial
+        barrier()
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if leads:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
-    if directory.exists():
-        os.replace(directory, previous)
-    os.replace(partial, directory)
-    shutil.rmtree(previous, ignore_errors=True)
+    if leads:
+        if directory.exists():
+            os.replace(directory, previous)
+        os.replace(partial, directory)
+        shutil.rmtree(previous, ignore_errors=True)
+    barrier()
 
 
 def _check_complete(model: Any, missing: set[str], directory: Path, head: Head) -> None:
-    new_head = {name for name in missing if name.startswith(("score.", "classifier."))}
-    if head == "value" and new_head:
-        for name in new_head:
-            torch.nn.init.zeros_(model.get_parameter(name))
-        missing = missing - new_head
-    if missing:
-        raise ConfigError(
-            f"{directory} lacks weights that its config.json asks for: {sorted(missing)[:5]}"
-        )
+    fresh = ("score.", "classifier.") if head == "value" else ()
+    new_head = {name for name in missing if name.startswith(fresh)}
+    for name in new_head:
+        torch.nn.init.zeros_(model.get_parameter(name))
+    lacking = sorted(missing - new_head)[:5]
+    if lacking:
+        raise ConfigError(f"{directory} lacks weights that its config.json asks for: {lacking}")
 
 
 def _own_memory(model: torch.nn.Module) -> None:
@@ -115,7 +115,6 @@ def _own_memory(model: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.untyped_storage().resizable() or (
-            tensor.untyped_storage().nbytes() != tensor.nbytes
-        ):
+        storage = tensor.untyped_storage()
+        if not storage.resizable() or storage.nbytes() != tensor.nbytes:
             tensor.data = tensor.data.clone()

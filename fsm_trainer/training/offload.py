@@ -10,26 +10,20 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fsm_trainer.machine.errors import ActionFailed, SelfCheckFailed
+from fsm_trainer.sync.checksums import raw_bytes
 from fsm_trainer.training.config import Target
 
 # Large enough to saturate a disk or a host link, small enough not to matter beside a model.
 _STAGE_BYTES = 64 << 20
 
-
-class _Copy(Protocol):
-    """Room for the bytes of some storages, used again at each sleep."""
-
-    def write(self, storages: Sequence[torch.UntypedStorage]) -> None: ...
-
-    def read(self, storages: Sequence[torch.UntypedStorage]) -> None: ...
-
-    def close(self) -> None: ...
+Storages = Sequence[torch.UntypedStorage]
 
 
 class _HostCopy:
@@ -38,7 +32,7 @@ class _HostCopy:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def write(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def write(self, storages: Storages) -> None:
         total = sum(s.nbytes() for s in storages)
         if total > self._buffer.numel():
             pinned = any(s.device.type == "cuda" for s in storages)
@@ -48,7 +42,7 @@ class _HostCopy:
             part.copy_(data, non_blocking=True)
         _synchronize(storages)
 
-    def read(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def read(self, storages: Storages) -> None:
         for part, data in self._pairs(storages):
             data.copy_(part, non_blocking=True)
         _synchronize(storages)
@@ -56,14 +50,10 @@ class _HostCopy:
     def close(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def _pairs(
-        self, storages: Sequence[torch.UntypedStorage]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        offset = 0
-        for storage in storages:
-            data = bytes_of(storage)
-            yield self._buffer[offset : offset + data.numel()], data
-            offset += data.numel()
+    def _pairs(self, storages: Storages) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        sizes = [storage.nbytes() for storage in storages]
+        parts = torch.split(self._buffer[: sum(sizes)], sizes)
+        return zip(parts, map(bytes_of, storages), strict=True)
 
 
 class _DiskCopy:
@@ -72,35 +62,34 @@ class _DiskCopy:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def write(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        offset = 0
-        for data in _chunks(storages):
-            view = _view(data.cpu())
-            while view:
-                done = os.pwrite(self._file, view, offset)
-                view, offset = view[done:], offset + done
+    def write(self, storages: Storages) -> None:
+        with self._from_the_start() as file:
+            for data in _chunks(storages):
+                file.write(raw_bytes(data))
 
-    def read(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        offset = 0
-        for data in _chunks(storages):
-            host = data if data.device.type == "cpu" else torch.empty_like(data, device="cpu")
-            view = _view(host)
-            while view:
-                done = os.preadv(self._file, [view], offset)
-                if done == 0:
+    def read(self, storages: Storages) -> None:
+        with self._from_the_start() as file:
+            for data in _chunks(storages):
+                host = data if data.device.type == "cpu" else torch.empty_like(data, device="cpu")
+                if file.readinto(raw_bytes(host)) < host.numel():
                     raise ActionFailed(
-                        f"{self._path} ends at byte {offset}: something else cut the bank's file. "
-                        "Restart the worker from its last checkpoint"
+                        f"{self._path} ends at byte {file.tell()}: something else cut the bank's "
+                        "file. Restart the worker from its last checkpoint"
                     )
-                view, offset = view[done:], offset + done
-            if host is not data:
-                data.copy_(host)
+                if host is not data:
+                    data.copy_(host)
 
     def close(self) -> None:
-        os.close(self._file)
+        os.close(self._descriptor)
         self._path.unlink(missing_ok=True)
+
+    def _from_the_start(self) -> BufferedRandom:
+        # A new object each time: a buffer that outlives a read would hide what changed on disk.
+        file = open(self._descriptor, "r+b", closefd=False)  # noqa: SIM115
+        file.seek(0)
+        return file
 
 
 class Bank:
@@ -112,21 +101,21 @@ class Bank:
 
     def __init__(self, target: Target, scratch: Path, prefix: str) -> None:
         self._target, self._scratch, self._prefix = target, scratch, prefix
-        self._copies: dict[str, _Copy] = {}
-        self._asleep: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._copies: dict[str, _HostCopy | _DiskCopy] = {}
         self._sizes: dict[str, list[int]] = {}
+        self._asleep: dict[str, Storages] = {}
 
-    def sleep(self, name: str, storages: Sequence[torch.UntypedStorage]) -> None:
+    def sleep(self, name: str, storages: Storages) -> None:
         """Copy the storages out and free their device memory, returning it to the system."""
         self.keep(name, storages)
-        self._asleep[name] = [(storage, storage.nbytes()) for storage in storages]
+        self._asleep[name] = storages
         _free(storages)
 
     def wake(self, name: str) -> None:
         """Give the storages their memory back, and their contents; all of them or none."""
-        storages = [storage for storage, _ in self._asleep[name]]
+        storages = self._asleep[name]
         try:
-            for storage, nbytes in self._asleep[name]:
+            for storage, nbytes in zip(storages, self._sizes[name], strict=True):
                 storage.resize_(nbytes)
             self._copies[name].read(storages)
         except BaseException:
@@ -134,23 +123,22 @@ class Bank:
             raise
         del self._asleep[name]
 
-    def keep(self, name: str, storages: Sequence[torch.UntypedStorage]) -> None:
+    def keep(self, name: str, storages: Storages) -> None:
         """Copy the storages out and leave them where they are."""
-        self._copy(name).write(storages)
+        if name not in self._copies:
+            path = self._scratch / f"{self._prefix}.{name}.bank"
+            self._copies[name] = _HostCopy() if self._target == "host" else _DiskCopy(path)
+        self._copies[name].write(storages)
         self._sizes[name] = [storage.nbytes() for storage in storages]
 
-    def load(self, name: str, storages: Sequence[torch.UntypedStorage]) -> None:
+    def load(self, name: str, storages: Storages) -> None:
         """Overwrite the storages with a kept copy; raises SelfCheckFailed if layouts differ."""
         if [storage.nbytes() for storage in storages] != self._sizes.get(name):
             raise SelfCheckFailed(
-                f"the copy {name!r} of {self._prefix} holds {len(self._sizes.get(name, ()))} "
-                f"storages and does not fit the {len(storages)} resident ones, size by size"
+                f"the copy {name!r} of {self._prefix} does not fit the {len(storages)} resident "
+                "storages, size by size"
             )
         self._copies[name].read(storages)
-
-    def holds(self, name: str) -> bool:
-        """Whether a copy of that name was made."""
-        return name in self._sizes
 
     def close(self) -> None:
         """Forget every copy, and delete its file."""
@@ -159,12 +147,6 @@ class Bank:
         self._copies.clear()
         self._asleep.clear()
         self._sizes.clear()
-
-    def _copy(self, name: str) -> _Copy:
-        if name not in self._copies:
-            path = self._scratch / f"{self._prefix}.{name}.bank"
-            self._copies[name] = _HostCopy() if self._target == "host" else _DiskCopy(path)
-        return self._copies[name]
 
 
 def storages_under(*roots: object) -> list[torch.UntypedStorage]:
@@ -217,39 +199,29 @@ def _held_by(item: object) -> list[Any]:
         return [*item.keys(), *item.values()]
     if isinstance(item, (list, tuple, set, frozenset)):
         return list(item)
-    if isinstance(item, torch.nn.Module):
-        return []
     if isinstance(item, torch.Tensor):
-        gradient = [item.grad] if item.is_leaf else []
-        return [*vars(item).values(), *gradient]
-    if isinstance(item, torch.optim.Optimizer) or type(item).__module__.startswith("deepspeed."):
-        return list(vars(item).values())
-    return []
+        return [*vars(item).values(), *([item.grad] if item.is_leaf else [])]
+    followed = isinstance(item, torch.optim.Optimizer) or (
+        type(item).__module__.startswith("deepspeed.") and not isinstance(item, torch.nn.Module)
+    )
+    return list(vars(item).values()) if followed else []
 
 
-def _view(data: torch.Tensor) -> memoryview:
-    # Not by way of numpy, to which a storage can be lent only by giving up resizing it for good.
-    array = (ctypes.c_char * data.numel()).from_address(data.data_ptr())
-    array.keeps = data  # type: ignore[attr-defined]  # a copy from the device has no other owner
-    return memoryview(array).cast("B")
-
-
-def _chunks(storages: Sequence[torch.UntypedStorage]) -> Iterator[torch.Tensor]:
+def _chunks(storages: Storages) -> Iterator[torch.Tensor]:
     for storage in storages:
         yield from torch.split(bytes_of(storage), _STAGE_BYTES)
 
 
-def _synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
+def _synchronize(storages: Storages) -> None:
     if any(storage.device.type == "cuda" for storage in storages):
         torch.cuda.synchronize()
 
 
-def _free(storages: Sequence[torch.UntypedStorage]) -> None:
+def _free(storages: Storages) -> None:
     """Free the storages, and make the allocator give the memory back to the system."""
-    on_device = any(storage.device.type == "cuda" for storage in storages)
     for storage in storages:
         storage.resize_(0)
-    if on_device:
+    if any(storage.device.type == "cuda" for storage in storages):
         torch.cuda.empty_cache()
     else:
         trim()

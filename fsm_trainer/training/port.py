@@ -4,18 +4,17 @@ The updates in :mod:`fsm_trainer.training.ppo` speak to this port only; a plain 
 DeepSpeed engine both fit behind it.
 
 Quantities "of token t" live at index ``t`` of ``[batch, time]``; index 0 has no predecessor and is
-always masked. Position ids come from the attention mask, padding stands on the right.
+always masked. Padding stands on the right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from fsm_trainer.training.batch import Batch
+from fsm_trainer.training.batch import Batch, Place
 
 Bank = Literal["live", "reference"]
 
@@ -29,7 +28,7 @@ class Scores(NamedTuple):
     """``[batch, time]``, float32: entropy (nats) of what token t was drawn from; index 0 is 0."""
 
 
-class ModelPort(Protocol):
+class ModelPort(Place, Protocol):
     """One rank's model, optimizer and training group.
 
     Forward passes are differentiable exactly when grad mode is on, and deterministic: dropout is
@@ -37,33 +36,11 @@ class ModelPort(Protocol):
     numbers of micro-batches, so an implementation may communicate in any of them.
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank among the role's ranks."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the role."""
-        ...
-
-    @property
-    def micro_batch(self) -> int:
-        """Sequences in one forward pass, at most."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors of :meth:`all_reduce`, batches and results live."""
-        ...
+    device: torch.device
+    """Where the tensors of :meth:`all_reduce`, batches and results live."""
 
     def logprobs(
-        self,
-        batch: Batch,
-        temperature: float,
-        *,
-        bank: Bank = "live",
-        with_entropy: bool = False,
+        self, batch: Batch, temperature: float, *, bank: Bank = "live", with_entropy: bool = False
     ) -> Scores:
         """Log-probabilities of ``batch.tokens`` at a temperature; all ``[batch, time]``.
 

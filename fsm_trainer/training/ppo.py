@@ -8,8 +8,9 @@ many there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,16 +18,9 @@ from fsm_trainer.algorithms.advantages import gae, group_advantages
 from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
 from fsm_trainer.algorithms.kl import kl
 from fsm_trainer.algorithms.losses import PolicyLoss, policy_loss, value_loss
-from fsm_trainer.algorithms.masked import (
-    keep,
-    masked_max,
-    masked_mean,
-    mean_and_variance,
-    moments,
-    whiten,
-)
-from fsm_trainer.training.batch import Batch, Minibatch, draw_epoch, parts
-from fsm_trainer.training.port import Bank, ModelPort
+from fsm_trainer.algorithms.masked import keep, masked_max, masked_mean, whiten
+from fsm_trainer.training.batch import Batch, Minibatch, draw_epochs, parts
+from fsm_trainer.training.port import ModelPort
 from fsm_trainer.training.tally import Tally
 
 
@@ -47,9 +41,9 @@ def critic_update(
 
     Gives the same advantages (of every row) and metrics on every rank.
     """
-    epochs = _draw_epochs(model, batch, config.critic_epochs, config.minibatches, generator)
+    epochs = draw_epochs(config.critic_epochs, config.minibatches, len(batch), generator, model)
     mask = batch.loss_mask
-    old_values = _old_values(model, batch, epochs[0])
+    (old_values,) = _table(model, batch, epochs[0], lambda part: (model.values(part),))
     advantages = gae(batch.rewards, old_values, mask, config.gamma, config.lam)
     returns = keep(advantages + old_values, mask)
 
@@ -85,12 +79,13 @@ def actor_update(
     Gives the same metrics on every rank: ``train/``, ``check/`` and ``rollout/`` ones describe the
     batch under the policy as it was before the update.
     """
-    epochs = _draw_epochs(model, batch, config.epochs, config.minibatches, generator)
+    epochs = draw_epochs(config.epochs, config.minibatches, len(batch), generator, model)
     mask = batch.loss_mask
     # In the first epoch's own micro-batches: shapes are those of the gradient pass, so the first
     # ratio is 1 to the last bit, and a drift means a fault rather than another reduction order.
-    old, entropy = _old_logprobs(model, batch, epochs[0], config.temperature, "live")
-    reference, _ = _old_logprobs(model, batch, epochs[0], config.temperature, "reference")
+    temperature, passes = config.temperature, partial(_table, model, batch, epochs[0])
+    old, entropy = passes(lambda part: model.logprobs(part, temperature, with_entropy=True))
+    (reference,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
     measured = _measure(batch, old, reference, entropy, advantages)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
@@ -101,9 +96,8 @@ def actor_update(
         for part in parts(batch, minibatch, config.aggregation, model.device, *tables):
             before, anchor, gain = part.tables
             here = part.batch.loss_mask
-            scores = model.logprobs(
-                part.batch, config.temperature, with_entropy=config.entropy_coefficient > 0
-            )
+            with_entropy = config.entropy_coefficient > 0
+            scores = model.logprobs(part.batch, temperature, with_entropy=with_entropy)
             surrogate = policy_loss(scores.logprobs, before, gain, here, config.clip)
             # Masked first: the estimators are not linear, so garbage would reach the gradient.
             penalty = kl(keep(scores.logprobs, here), keep(anchor, here), config.kl_estimator)
@@ -132,8 +126,9 @@ def grpo_update(
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
     """Return ``1 - Var(returns - values) / Var(returns)``; 0 where the returns don't vary."""
-    _, unexplained = mean_and_variance(moments(returns - values, mask))
-    _, total = mean_and_variance(moments(returns, mask))
+    unexplained, total = (
+        table[mask != 0].double().var(correction=0) for table in (returns - values, returns)
+    )
     return 1.0 - float(unexplained / total) if total > 0 else 0.0
 
 
@@ -146,7 +141,7 @@ def _measure(
 ) -> dict[str, float]:
     mask = batch.loss_mask
     ours, theirs = keep(logprobs, mask), keep(reference, mask)
-    engine = (ours - keep(batch.engine_logprobs, mask)).abs()
+    engine, lengths = (ours - keep(batch.engine_logprobs, mask)).abs(), mask.sum(dim=1)
     figures = {
         "train/reward": batch.rewards.mean(),
         "train/kl": masked_mean(kl(ours, theirs, "k3"), mask),
@@ -157,8 +152,8 @@ def _measure(
         "actor/entropy": masked_mean(entropy, mask),
         "actor/advantage_mean": masked_mean(advantages, mask),
         "actor/advantage_max": masked_max(advantages.abs(), mask),
-        "rollout/length_mean": batch.lengths.mean(),
-        "rollout/length_max": batch.lengths.max(),
+        "rollout/length_mean": lengths.mean(),
+        "rollout/length_max": lengths.max(),
         "rollout/truncated": batch.truncated.mean(),
     }
     return {name: float(figure) for name, figure in figures.items()}
@@ -176,54 +171,22 @@ def _tally_ratios(tally: Tally, weights: torch.Tensor, surrogate: PolicyLoss) ->
     tally.peak("actor/ratio_inverse_max", (-log_ratio).max().exp())
 
 
-def _draw_epochs(
-    model: ModelPort, batch: Batch, epochs: int, minibatches: int, generator: torch.Generator
-) -> list[list[Minibatch]]:
-    return [
-        draw_epoch(
-            len(batch),
-            minibatches,
-            generator,
-            micro_batch=model.micro_batch,
-            rank=model.rank,
-            world_size=model.world_size,
-        )
-        for _ in range(epochs)
-    ]
-
-
 @torch.no_grad()
-def _old_values(model: ModelPort, batch: Batch, epoch: Sequence[Minibatch]) -> torch.Tensor:
-    table = torch.zeros_like(batch.loss_mask, device=model.device)
-    for rows, part in _forward_passes(model, batch, epoch):
-        _enter(table, rows, model.values(part))
+def _table(
+    model: ModelPort,
+    batch: Batch,
+    epoch: Sequence[Minibatch],
+    compute: Callable[[Batch], Sequence[torch.Tensor | None]],
+) -> torch.Tensor:
+    """What ``compute`` gives for each row, ``[figures, batch, time]``, on the CPU of every rank."""
+    table = torch.empty(0)
+    for rows in (rows for minibatch in epoch for rows in minibatch.micro_batches):
+        found = compute(batch.select(rows).trim().to(model.device))
+        if not len(table):
+            table = torch.zeros(len(found), *batch.loss_mask.shape, device=model.device)
+        # Each row has one rank, and blank ones are left out: the sum over ranks is exact.
+        real = (rows >= 0).to(model.device)
+        for layer, values in zip(table, found, strict=True):
+            if values is not None:
+                layer[rows.to(model.device)[real], : values.shape[1]] = values[real].float()
     return model.all_reduce(table).cpu()
-
-
-@torch.no_grad()
-def _old_logprobs(
-    model: ModelPort, batch: Batch, epoch: Sequence[Minibatch], temperature: float, bank: Bank
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropy of all rows, ``[batch, time]``, on the CPU of every rank."""
-    table = torch.zeros(2, *batch.loss_mask.shape, device=model.device)
-    for rows, part in _forward_passes(model, batch, epoch):
-        scores = model.logprobs(part, temperature, bank=bank, with_entropy=bank == "live")
-        _enter(table[0], rows, scores.logprobs)
-        if scores.entropy is not None:
-            _enter(table[1], rows, scores.entropy)
-    logprobs, entropy = model.all_reduce(table).cpu()
-    return logprobs, entropy
-
-
-def _forward_passes(
-    model: ModelPort, batch: Batch, epoch: Sequence[Minibatch]
-) -> Iterator[tuple[torch.Tensor, Batch]]:
-    for minibatch in epoch:
-        for rows in minibatch.micro_batches:
-            yield rows, batch.select(rows).trim().to(model.device)
-
-
-def _enter(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Write rows that are not blank; each row has one rank, so the sum over ranks is exact."""
-    real = (rows >= 0).to(table.device)
-    table[rows.to(table.device)[real], : values.shape[1]] = values[real].float()

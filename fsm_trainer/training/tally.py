@@ -19,14 +19,12 @@ class Tally:
 
     def add(self, name: str, share: torch.Tensor) -> None:
         """Add a micro-batch's share of a minibatch's mean; a scalar."""
-        share = share.detach().double()
-        self._sums[name] = self._sums[name] + share if name in self._sums else share
+        self._sums[name] = self._sums.get(name, 0.0) + share.detach().double()
 
     def peak(self, name: str, value: torch.Tensor) -> None:
         """Keep the greatest value; a scalar."""
         value = value.detach().double()
-        kept = self._peaks.get(name)
-        self._peaks[name] = value if kept is None else torch.maximum(kept, value)
+        self._peaks[name] = torch.maximum(self._peaks.get(name, value), value)
 
     def stepped(self, figures: Mapping[str, float]) -> None:
         """Count an optimizer step; ``figures`` are what :meth:`ModelPort.step` gave."""
@@ -42,9 +40,8 @@ class Tally:
             return {}
         figures = [*self._sums.values(), *self._peaks.values()]
         # The port can only add: each rank fills a row of its own.
-        table = torch.zeros(
-            model.world_size, len(figures), dtype=torch.float64, device=model.device
-        )
+        shape = model.world_size, len(figures)
+        table = torch.zeros(shape, dtype=torch.float64, device=model.device)
         table[model.rank] = torch.stack(figures)
         table = model.all_reduce(table).cpu()
         count = len(self._steps)

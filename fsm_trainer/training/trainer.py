@@ -14,15 +14,17 @@ released and acquired under living groups. Everything else is the work that
 from __future__ import annotations
 
 import gc
-import json
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from fsm_trainer.algorithms.losses import entropy
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.groups.rendezvous import Address
 from fsm_trainer.groups.training import TrainingGroups
@@ -30,13 +32,15 @@ from fsm_trainer.machine.errors import Refused, SelfCheckFailed
 from fsm_trainer.training import checkpoint, models
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
-from fsm_trainer.training.offload import Bank, fingerprint, trim
+from fsm_trainer.training.offload import Bank, trim
 from fsm_trainer.training.port import Bank as BankName
 from fsm_trainer.training.port import Scores
 from fsm_trainer.training.reference import Reference
 from fsm_trainer.training.zero import ZeroEngine, weights_of
 
 Resource = Literal["bank", "weights", "optimizer", "train_groups"]
+# Each needs those before it.
+_ORDER: tuple[Resource, ...] = get_args(Resource)
 
 
 class ModelTrainer:
@@ -68,12 +72,7 @@ class ModelTrainer:
         self.steps = 0
         self._head, self._source, self._config = head, model_dir, config
         self._name, self._seed = f"{role}-{rank}", derive(seed, role, rank)
-        self._total_steps = total_steps
-        self._rate, self._schedule, self._steps_planned = (
-            config.learning_rate,
-            config.schedule,
-            total_steps,
-        )
+        self._planned = self._configured = config.learning_rate, config.schedule, total_steps
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._groups = TrainingGroups(store, role, rank, world_size, config.timeout, backend)
         self._bank = Bank(config.offload.target, scratch, self._name)
@@ -88,18 +87,15 @@ class ModelTrainer:
         """Take a resource; ``epoch`` names the meeting of the ranks for ``train_groups``."""
         if resource in self.held:
             self._refuse(f"acquire {resource}", f"{resource} is held", needs="release it first")
+        self._need(f"acquire {resource}", *_ORDER[: _ORDER.index(resource)])
         if resource == "bank":
-            models.check_folder(self._weights_folder())
+            models.check_folder(self._checkpoint or self._source)
         elif resource == "weights":
-            self._need(f"acquire {resource}", "bank")
             self._wake_weights()
-        elif resource == "optimizer":
-            self._need(f"acquire {resource}", "bank", "weights")
-            if self._engine is not None:
-                self._bank.wake("optimizer")
-        else:
-            self._need(f"acquire {resource}", "bank", "weights", "optimizer")
+        elif resource == "train_groups":
             self._open_groups(epoch)
+        elif self._engine is not None:
+            self._bank.wake("optimizer")
         self.held.add(resource)
 
     def release(self, resource: Resource) -> None:
@@ -107,16 +103,16 @@ class ModelTrainer:
         self._need(f"release {resource}", resource)
         if resource == "bank":
             self._forget()
-        elif resource == "weights":
-            self._reference.show("live")
-            self._drop_gradients()
-            self._bank.sleep("weights", weights_of(self._module))
-        elif resource == "optimizer":
-            if self._engine is not None:
-                self._drop_gradients()
-                self._bank.sleep("optimizer", self._engine.optimizer())
-        else:
+        elif resource == "train_groups":
             self._groups.close()
+        else:
+            if self._engine is not None:
+                self._engine.drop_gradients()
+            if resource == "weights":
+                self._reference.show("live")
+                self._bank.sleep("weights", weights_of(self._module))
+            elif self._engine is not None:
+                self._bank.sleep("optimizer", self._engine.optimizer())
         self.held.discard(resource)
 
     def _wake_weights(self) -> None:
@@ -124,8 +120,8 @@ class ModelTrainer:
             self._bank.wake("weights")
             return
         torch.manual_seed(self._seed)
-        config = self._config
-        module = models.load(self._head, self._weights_folder(), config.dtype).to(self.device)
+        folder, config = self._checkpoint or self._source, self._config
+        module = models.load(self._head, folder, config.dtype).to(self.device)
         if config.activation_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         self._module = module
@@ -134,18 +130,15 @@ class ModelTrainer:
         self._groups.open(epoch)
         if self._engine is not None:
             return
-        config = self._config
         try:
-            with self._groups.guard("starting DeepSpeed"):
-                self._engine = ZeroEngine(
-                    self._module,
-                    stage=config.zero_stage,
-                    bfloat16=config.dtype == "bfloat16",
-                    betas=config.betas,
-                    weight_decay=config.weight_decay,
-                    gradient_clip=config.gradient_clip,
-                )
-                self._restore(self._engine)
+            with self._groups.guard("start"):
+                self._engine = ZeroEngine(self._module, self._config)
+                if self._checkpoint is not None:
+                    stage = self._config.zero_stage
+                    shard = checkpoint.read(self._checkpoint, self.rank, stage, self.world_size)
+                    self._engine.restore(shard["optimizer"])
+                    self.steps = shard["steps"]
+                    self._reference.adopt(shard["reference"])
         except BaseException:
             self._engine = None
             self._groups.forget()
@@ -162,10 +155,6 @@ class ModelTrainer:
         gc.collect()  # the engine and its hooks refer to each other
         trim()
 
-    def _drop_gradients(self) -> None:
-        if self._engine is not None:
-            self._engine.drop_gradients()
-
     # The model port
 
     def logprobs(
@@ -181,29 +170,21 @@ class ModelTrainer:
         ``bank="reference"`` puts the frozen weights in the place of the live ones; they stay
         there until something needs the live ones again.
         """
-        engine = self._ready("logprobs", bank)
-        with self._groups.guard("computing log-probabilities"):
+        with self._using("logprobs", bank) as engine:
             logits = engine.forward(batch.tokens[:, :-1]).float() / temperature
-        normalizer = logits.logsumexp(-1)
         chosen = logits.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-        entropy = None
-        if with_entropy:
-            # H = log Z - sum_v p_v logit_v, with p = exp(logit) / Z.
-            mean_logit = (logits.softmax(-1) * logits).sum(-1)
-            entropy = F.pad(normalizer - mean_logit, (1, 0))
-        return Scores(F.pad(chosen - normalizer, (1, 0)), entropy)
+        spread = F.pad(entropy(logits), (1, 0)) if with_entropy else None
+        return Scores(F.pad(chosen - logits.logsumexp(-1), (1, 0)), spread)
 
     def values(self, batch: Batch) -> torch.Tensor:
         """``[batch, time]`` float32: index t is the head's output at position t - 1."""
-        engine = self._ready("values", "live")
-        with self._groups.guard("computing values"):
+        with self._using("values") as engine:
             output = engine.forward(batch.tokens[:, :-1])
         return F.pad(output.float().squeeze(-1), (1, 0))
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; ``last`` marks the accumulation boundary."""
-        engine = self._ready("backward", "live", "optimizer")
-        with self._groups.guard("reducing gradients"):
+        with self._using("backward", "live", "optimizer") as engine:
             engine.backward(loss, last)
 
     def step(self) -> Mapping[str, float]:
@@ -211,15 +192,14 @@ class ModelTrainer:
 
         Raises SelfCheckFailed, with the weights as they were, when the norm isn't finite.
         """
-        engine = self._ready("step", "live", "optimizer")
-        rate = self._rate * self._schedule.factor(self.steps, self._steps_planned)
-        with self._groups.guard("updating the weights"):
+        peak, schedule, total_steps = self._planned
+        rate = peak * schedule.factor(self.steps, total_steps)
+        with self._using("step", "live", "optimizer") as engine:
             norm = engine.step(rate)
-        if not torch.isfinite(torch.tensor(norm)):
+        if not math.isfinite(norm):
             raise SelfCheckFailed(
-                f"{self._name}: the gradient norm is {norm} at optimizer step {self.steps}, so "
-                "the step was not applied. Likely causes: a loss of 0 / 0 over an empty mask, a "
-                "ratio that overflowed, or a learning rate that is too high"
+                f"{self._name}: the gradient norm is {norm} at optimizer step {self.steps}, which "
+                "was not applied. Likely causes: an empty mask, or a learning rate that is too high"
             )
         self.steps += 1
         return {"grad_norm": norm, "learning_rate": rate}
@@ -227,9 +207,8 @@ class ModelTrainer:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the role's ranks; ``tensor`` may be overwritten."""
         self._need("all_reduce", "train_groups")
-        if self.world_size > 1:
-            with self._groups.guard("all-reducing"):
-                dist.all_reduce(tensor)
+        with self._groups.guard("all_reduce"):
+            dist.all_reduce(tensor)
         return tensor
 
     def begin(
@@ -243,11 +222,15 @@ class ModelTrainer:
         A supervised warm-up is one such stretch, what follows it another. Arguments left out are
         those of the configuration, and of the constructor.
         """
-        self._ready("begin", "live", "optimizer").reset()
+        with self._using("begin", "live", "optimizer") as engine:
+            engine.reset()
+        rate, usual, total = self._configured
         self.steps = 0
-        self._rate = self._config.learning_rate if learning_rate is None else learning_rate
-        self._schedule = schedule or self._config.schedule
-        self._steps_planned = self._total_steps if total_steps is None else total_steps
+        self._planned = (
+            rate if learning_rate is None else learning_rate,
+            schedule or usual,
+            total if total_steps is None else total_steps,
+        )
 
     # The reference
 
@@ -258,8 +241,8 @@ class ModelTrainer:
 
     def snapshot_reference(self) -> None:
         """Freeze a copy of the live weights, in the bank, as the reference."""
-        self._ready("snapshot_reference", "live")
-        self._reference.freeze()
+        with self._using("snapshot_reference"):
+            self._reference.freeze()
 
     # Weights for others
 
@@ -268,89 +251,53 @@ class ModelTrainer:
 
         A tensor is good until the next is asked for; all ranks iterate together.
         """
-        engine = self._ready("named_weights", "live")
-        with self._groups.guard("gathering weights"):
+        with self._using("named_weights") as engine:
             yield from engine.named_weights()
-
-    def checksum(self) -> str:
-        """16 hex digits over the names and bytes of the live weights, equal on all ranks."""
-        names, prints = [], []
-        for name, tensor in self.named_weights():
-            names.append(name)
-            prints.append(fingerprint([tensor]))
-        text = json.dumps([names, prints]).encode()
-        return fingerprint([torch.frombuffer(bytearray(text), dtype=torch.uint8)])
 
     # Checkpoints
 
     def save(self, directory: Path) -> None:
-        """Write weights, reference, optimizer, schedule and random state; whole or not at all.
+        """Write weights, reference, optimizer and step; whole or not at all.
 
         ``directory`` becomes a model folder that transformers loads, with what :meth:`load` needs
         beside. All ranks call it together.
         """
-        engine = self._ready("save", "live", "optimizer")
-        weights = self._collected()
-        shard = checkpoint.Shard(
-            format=checkpoint.FORMAT,
-            zero_stage=self._config.zero_stage,
-            world_size=self.world_size,
-            steps=self.steps,
-            optimizer=engine.state(),
-            random=checkpoint.random_state(),
-            reference=self._reference.to_bytes(),
-        )
-
-        def write_model(folder: Path) -> None:
-            models.save(self._module, weights, folder, self._source)
-
-        checkpoint.write(directory, self.rank, shard, write_model, self._barrier)
+        with self._using("save", "live", "optimizer") as engine:
+            shard = checkpoint.Shard(
+                format=checkpoint.FORMAT,
+                zero_stage=self._config.zero_stage,
+                world_size=self.world_size,
+                steps=self.steps,
+                optimizer=engine.state(),
+                reference=self._reference.to_bytes(),
+            )
+        with self._replacing(directory) as folder:
+            checkpoint.write(folder, self.rank, shard)
 
     def export(self, directory: Path) -> None:
         """Write a model folder that transformers loads, and no more; all ranks call it together."""
-        weights = self._collected()
-        if self.rank == 0:
-            with models.replacing(directory) as folder:
-                models.save(self._module, weights, folder, self._source)
-        self._barrier()
+        with self._replacing(directory):
+            pass
 
     def load(self, directory: Path) -> None:
         """Continue from a :meth:`save`; before ``weights`` are acquired for the first time."""
-        self._before_loading("load", directory)
+        if self._module is not None:
+            self._refuse("load", "weights are loaded already", needs="release the bank first")
+        models.check_folder(directory)
         self._checkpoint = directory
 
-    def start_from(self, model_dir: Path) -> None:
-        """Begin with another model; before ``weights`` are acquired for the first time."""
-        self._before_loading("start_from", model_dir)
-        self._source = model_dir
-
-    def _before_loading(self, asked: str, directory: Path) -> None:
-        if self._module is not None:
-            self._refuse(asked, "weights are loaded already", needs="release the bank first")
-        models.check_folder(directory)
-
-    def _collected(self) -> dict[str, torch.Tensor]:
-        weights: dict[str, torch.Tensor] = {}
-        for name, tensor in self.named_weights():
-            if self.rank == 0:
-                weights[name] = tensor.cpu().clone()
-        return weights
-
-    def _restore(self, engine: ZeroEngine) -> None:
-        """Take up the checkpoint that :meth:`load` named, if any; the weights are loaded."""
-        if self._checkpoint is None:
-            return
-        config = self._config
-        shard = checkpoint.read(self._checkpoint, self.rank, config.zero_stage, self.world_size)
-        engine.restore(shard.optimizer)
-        self.steps = shard.steps
-        self._reference.adopt(shard.reference)
-        checkpoint.restore_random_state(shard.random)
+    @contextmanager
+    def _replacing(self, directory: Path) -> Iterator[Path]:
+        """A folder with the live weights that becomes ``directory``, whole or not at all."""
+        leads = self.rank == 0
+        # All ranks gather each tensor; one keeps it.
+        weights = {name: t.cpu().clone() for name, t in self.named_weights() if leads}
+        with models.replacing(directory, leads, self._barrier) as folder:
+            if leads:
+                models.save(self._module, weights, folder, self._source)
+            yield folder
 
     # What everything above asks first
-
-    def _weights_folder(self) -> Path:
-        return self._checkpoint or self._source
 
     def _no_reference(self) -> Reference:
         return Reference(self._bank, self._name, lambda: weights_of(self._module))
@@ -358,14 +305,17 @@ class ModelTrainer:
     def _barrier(self) -> None:
         self.all_reduce(torch.zeros(1, device=self.device))
 
-    def _ready(self, asked: str, bank: BankName, *more: Resource) -> ZeroEngine:
+    @contextmanager
+    def _using(self, asked: str, bank: BankName = "live", *more: Resource) -> Iterator[ZeroEngine]:
+        """The engine with one set of weights in it; Refused and PeerLost say what was ``asked``."""
         self._need(asked, "weights", "train_groups", *more)
         if self._engine is None:
             self._refuse(asked, "the engine was never started", needs="acquire train_groups")
         if bank == "reference" and not self._reference.frozen:
             self._refuse(asked, "there is no reference", needs="snapshot_reference()")
         self._reference.show(bank)
-        return self._engine
+        with self._groups.guard(asked):
+            yield self._engine
 
     def _need(self, asked: str, *resources: Resource) -> None:
         missing = [resource for resource in resources if resource not in self.held]

@@ -8,14 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fsm_trainer.algorithms.config import WarmupConfig
 from fsm_trainer.algorithms.masked import keep
 from fsm_trainer.machine.errors import DataError
 from fsm_trainer.training.batch import Batch, assemble, deal, parts
 from fsm_trainer.training.port import ModelPort
 from fsm_trainer.training.tally import Tally
-
-__all__ = ["Pair", "WarmupConfig", "warmup_steps"]
 
 
 class Pair(NamedTuple):
@@ -33,7 +30,6 @@ def warmup_steps(
     generator: torch.Generator,
     *,
     pad_token: int,
-    temperature: float = 1.0,
 ) -> dict[str, float]:
     """Minimize the answers' negative log-likelihood, a mean over their tokens, for ``steps`` steps.
 
@@ -55,9 +51,9 @@ def warmup_steps(
         drawn = torch.randint(len(pairs), (batch_size,), generator=generator)
         batch = _collate([pairs[row] for row in drawn.tolist()], pad_token)
         rows = torch.arange(batch_size)
-        minibatch = deal(rows, model.micro_batch, model.rank, model.world_size)
+        minibatch = deal(rows, model)
         for part in parts(batch, minibatch, "token", model.device):
-            scores = model.logprobs(part.batch, temperature)
+            scores = model.logprobs(part.batch, 1.0)
             loss = -(part.weights * keep(scores.logprobs, part.batch.loss_mask)).sum()
             model.backward(loss * model.world_size, part.last)
             tally.add("warmup/loss", loss)
@@ -67,8 +63,5 @@ def warmup_steps(
 
 def _collate(pairs: Sequence[Pair], pad_token: int) -> Batch:
     tokens = [np.array([*pair.prompt, *pair.answer], dtype=np.int32) for pair in pairs]
-    masks = [
-        np.repeat(np.array([0, 1], dtype=np.uint8), [len(pair.prompt), len(pair.answer)])
-        for pair in pairs
-    ]
+    masks = [np.array([0] * len(p.prompt) + [1] * len(p.answer), dtype=np.uint8) for p in pairs]
     return assemble(tokens, masks, pad_token)

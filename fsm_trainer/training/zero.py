@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from fsm_trainer.groups.training import install
-from fsm_trainer.machine.errors import ConfigError
-from fsm_trainer.training.config import Stage
+from fsm_trainer.training.config import TrainerConfig
 from fsm_trainer.training.offload import storages_under
 
 # Elements per collective. DeepSpeed's own 5e8 would hold gigabytes for models of any size.
@@ -23,36 +23,29 @@ class ZeroEngine:
     torch's AdamW, because DeepSpeed's own compiles C++ at run time.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        *,
-        stage: Stage,
-        bfloat16: bool,
-        betas: tuple[float, float],
-        weight_decay: float,
-        gradient_clip: float,
-    ) -> None:
+    def __init__(self, module: Any, config: TrainerConfig) -> None:
         install()
         import deepspeed
 
         self.module = module
-        self._stage, self._clip = stage, gradient_clip
+        self._stage, self._clip = config.zero_stage, config.gradient_clip
+        bfloat16 = config.dtype == "bfloat16"
         # Without masters DeepSpeed clips but doesn't tell the norm, so that case is clipped here.
-        self._plain = stage == 0 and not bfloat16
+        self._plain = self._stage == 0 and not bfloat16
         self._fused = next(module.parameters()).device.type == "cuda"
+        decay = config.weight_decay
         self._adamw = torch.optim.AdamW(
-            module.parameters(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=self._fused
+            module.parameters(), lr=0.0, betas=config.betas, weight_decay=decay, fused=self._fused
         )
         bucket = min(_BUCKET, sum(parameter.numel() for parameter in module.parameters()))
-        config: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0 if self._plain else gradient_clip,
+            "gradient_clipping": 0.0 if self._plain else self._clip,
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": bfloat16, **({"check_grad_overflow": True} if bfloat16 else {})},
             "zero_optimization": {
-                "stage": stage,
+                "stage": self._stage,
                 "overlap_comm": False,
                 "reduce_bucket_size": bucket,
                 "allgather_bucket_size": bucket + bucket % 2,
@@ -65,21 +58,15 @@ class ZeroEngine:
             },
         }
         self._engine: Any = deepspeed.initialize(
-            model=module, optimizer=self._adamw, config=config, dist_init_required=False
+            model=module, optimizer=self._adamw, config=settings, dist_init_required=False
         )[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return torch.device(self._engine.device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of ``tokens`` ``[batch, time]``, padded on the right.
 
         No attention mask: under a causal mask no token sees padding that stands to its right.
         """
-        output = self._engine(input_ids=tokens, use_cache=False)
-        logits: torch.Tensor = output.logits
+        logits: torch.Tensor = self._engine(input_ids=tokens, use_cache=False).logits
         return logits
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
@@ -94,10 +81,10 @@ class ZeroEngine:
         if self._plain:
             clip = self._clip or float("inf")
             norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip))
-            if not _finite(norm):
+            if math.isfinite(norm):
+                self._engine.step()
+            else:
                 self.drop_gradients()
-                return norm
-            self._engine.step()
             return norm
         self._engine.step()
         return float(self._engine.get_global_grad_norm())
@@ -118,13 +105,9 @@ class ZeroEngine:
             for moment in moments.values():
                 moment.zero_()
 
-    def weights(self) -> list[torch.UntypedStorage]:
-        """The storages behind parameters and buffers: this rank's partition at stage 3."""
-        return weights_of(self.module)
-
     def optimizer(self) -> list[torch.UntypedStorage]:
         """The storages of everything else: moments, masters, flat partitions."""
-        weights = {storage._cdata for storage in self.weights()}
+        weights = {storage._cdata for storage in weights_of(self.module)}
         found = storages_under(self._engine.optimizer, self._adamw, list(self.module.parameters()))
         return [storage for storage in found if storage._cdata not in weights]
 
@@ -148,26 +131,14 @@ class ZeroEngine:
 
     def restore(self, state: list[dict[str, torch.Tensor]]) -> None:
         """Take up a :meth:`state`; the weights must be those that were saved with it."""
-        masters = self._masters()
-        if [m.shape for m in masters] != [s["master"].shape for s in state]:
-            raise ConfigError(
-                "the checkpoint's optimizer was saved under another ZeRO stage, number of ranks "
-                "or model. Resume with the configuration of the run that wrote it"
-            )
-        for master, saved in zip(masters, state, strict=True):
+        for master, saved in zip(self._masters(), state, strict=True):
             with torch.no_grad():
                 master.copy_(saved["master"])
-            moments = {name: value for name, value in saved.items() if name != "master"}
-            if moments:
-                self._adamw.state[master] = {
-                    name: self._owned(value, master.device) for name, value in moments.items()
-                }
-
-    def _owned(self, moment: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy, because what torch.load gives can't be freed by resizing."""
-        counter = moment.dim() == 0
-        # AdamW keeps its step counter on the CPU unless fused.
-        return moment.to("cpu" if counter and not self._fused else device, copy=True)
+            for name in saved.keys() - {"master"}:
+                # A copy, because what torch.load gives can't be freed by resizing. AdamW keeps its
+                # step counter on the CPU unless fused.
+                device = master.device if saved[name].dim() or self._fused else "cpu"
+                self._adamw.state[master][name] = saved[name].to(device, copy=True)
 
     def destroy(self) -> None:
         """Take DeepSpeed's hooks off the model."""
@@ -178,10 +149,7 @@ class ZeroEngine:
             return contextlib.nullcontext()
         import deepspeed
 
-        context: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-            [parameter]
-        )
-        return context
+        return deepspeed.zero.GatheredParameters([parameter])  # type: ignore[no-any-return]
 
     def _masters(self) -> list[torch.Tensor]:
         """The tensors that AdamW updates; at stage 3 DeepSpeed hands them over only in a step."""
@@ -209,7 +177,3 @@ def _forget_reductions(optimizer: Any) -> None:
     for bucket in optimizer.ipg_buckets.values():
         bucket.clear()
     optimizer._release_ipg_buffers()
-
-
-def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")

@@ -180,7 +180,7 @@ def test_the_driver_ends_an_epoch_without_calling_its_members(world: World) -> N
 
 
 def test_a_killed_peer_is_named_and_survivors_rebuild_under_a_new_epoch(world: World) -> None:
-    processes = opened(world, 3)
+    processes = opened(world, 3, timeout=3.0)
     survivors = everywhere(processes[:2], members.broadcasts_until_error, 4_000_000)
     processes[2].call(members.broadcasts_until_dead, 4_000_000, 0.4)
 
@@ -196,7 +196,7 @@ def test_a_killed_peer_is_named_and_survivors_rebuild_under_a_new_epoch(world: W
         # LeaseExpired, if the other one's error came between two of its broadcasts.
         assert name in ("PeerLost", "LeaseExpired")
         assert "no word from member-2;" in text
-    assert took < 5.0 + SLACK
+    assert took < 3.0 + SLACK
     assert rebuilt == ["open", "open"]
     assert results(everywhere(processes[:2], members.sum_of_ones)) == [2.0, 2.0]
 

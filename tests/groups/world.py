@@ -7,6 +7,8 @@ thread, so that ``revoke`` can reach one that is blocked in a collective.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import multiprocessing
 import os
 import signal
@@ -106,6 +108,14 @@ class World:
             if member.alive:
                 member.kill()
         self.rendezvous.close()
+
+
+@functools.cache
+def shared_world() -> World:
+    """The one world of a test run; its processes end with it."""
+    world = World()
+    atexit.register(world.close)
+    return world
 
 
 def _nothing(held: dict[str, Any]) -> None:

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.groups.world import World
+from tests.groups.world import World, shared_world
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """Processes that are shared by a module's tests."""
-    world = World()
-    yield world
-    world.close()
+@pytest.fixture
+def world() -> World:
+    """Processes that all tests of groups and pushes share."""
+    return shared_world()

@@ -145,8 +145,8 @@ def test_check_lists_every_kind_of_difference() -> None:
     text = str(raised.value)
     assert "the receiver lacks: gone;" in text
     assert "the sender lacks: new;" in text
-    assert "shape (float32[2, 3] against float32[3, 2])" in text
-    assert "dtype (float32[2] against bfloat16[2])" in text
+    assert "shape float32[2, 3] against float32[3, 2]" in text
+    assert "dtype float32[2] against bfloat16[2]" in text
     assert "same" not in text.replace("Load the same model", "")
 
 

@@ -1,6 +1,6 @@
 """Trainer ranks for the tests: in this process (one rank), or each in a process of its own.
 
-``python -m tests.training.ranks SCENARIO RANK WORLD HOST PORT FOLDER`` prints one line of JSON.
+``python -m tests.training.ranks RANK WORLD HOST PORT FOLDER`` prints one line of JSON.
 Several trainers live one after the other in a process, because importing DeepSpeed is slow.
 """
 
@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ from fsm_trainer.groups.lease import registered_groups
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.groups.training import install
 from fsm_trainer.machine.errors import PeerLost
+from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import TrainerConfig
 from fsm_trainer.training.trainer import ModelTrainer
+from fsm_trainer.training.zero import weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 64
@@ -58,7 +59,6 @@ def make_batch(seed: int, rows: int = 4, time: int = 9) -> Batch:
         engine_logprobs=torch.zeros(rows, time),
         rewards=torch.zeros(rows),
         truncated=torch.zeros(rows),
-        index=torch.arange(rows),
         groups=("g",) * rows,
     )
 
@@ -103,6 +103,10 @@ def policy_loss(trainer: ModelTrainer, step: int, micro: int, rank: int) -> torc
     return -trainer.logprobs(make_batch(1000 * step + 10 * micro + rank), 1.0).logprobs.mean()
 
 
+def checksum(trainer: ModelTrainer) -> dict[str, str]:
+    return checksums(trainer.named_weights())
+
+
 def train(trainer: ModelTrainer, step: int, micro_batches: int = 2) -> list[float]:
     """One optimizer step on data that differ by rank and step; gives the losses."""
     losses = []
@@ -124,7 +128,7 @@ def sleeping_changes_nothing(rank: Rank, stage: int, dtype: str = "float32") -> 
     losses = [train(trainer, step) for step in range(3)]
     result["weights"] = [tensor.tolist() for _, tensor in trainer.named_weights()]
     trainer.save(checkpoint)
-    result["awake"] = [[*losses, train(trainer, 3)], trainer.checksum()]
+    result["awake"] = [[*losses, train(trainer, 3)], checksum(trainer)]
     rank.stop(trainer)
 
     trainer, losses = rank.start(rank.trainer(model, zero_stage=stage, dtype=dtype)), []
@@ -134,24 +138,28 @@ def sleeping_changes_nothing(rank: Rank, stage: int, dtype: str = "float32") -> 
             rank.sleep(trainer)
             result["asleep"].append([torch.distributed.is_initialized(), len(registered_groups())])
             rank.wake(trainer)
-    result["slept"] = [losses, trainer.checksum()]
+    result["slept"] = [losses, checksum(trainer)]
     rank.stop(trainer)
 
     trainer = rank.trainer(model, zero_stage=stage, dtype=dtype)
     trainer.load(checkpoint)
     rank.start(trainer)
     train(trainer, 3)
-    result["resumed"] = trainer.checksum()
+    result["resumed"] = checksum(trainer)
     rank.stop(trainer)
     return result
 
 
 def two_ranks(rank: Rank) -> dict[str, Any]:
-    """All stages, then a peer that goes away."""
+    """All stages, then a peer that goes away; at last, alone, how much memory a sleeper gives."""
     result: dict[str, Any] = {
         str(stage): sleeping_changes_nothing(rank, stage) for stage in (0, 1, 2, 3)
     }
     result["lost"] = lose_a_peer(rank, rank.folder / f"model-{rank.rank}")
+    if rank.rank == 0:
+        alone = Rank(0, 1, rank.store, rank.folder / "alone")
+        alone.epoch = 1000
+        result["memory"] = memory(alone)
     return result
 
 
@@ -160,7 +168,7 @@ def lose_a_peer(rank: Rank, model: Path) -> dict[str, Any]:
     straight = rank.start(rank.trainer(model))
     train(straight, 0)
     train(straight, 1)
-    expected = straight.checksum()
+    expected = checksum(straight)
     rank.stop(straight)
 
     trainer, error = rank.start(rank.trainer(model, timeout=5.0)), ""
@@ -173,16 +181,18 @@ def lose_a_peer(rank: Rank, model: Path) -> dict[str, Any]:
     rank.sleep(trainer)
     rank.wake(trainer)
     train(trainer, 1)
-    return {"error": error, "recovered": trainer.checksum() == expected}
+    recovered = checksum(trainer) == expected
+    rank.stop(trainer)
+    return {"error": error, "recovered": recovered}
 
 
-def run_ranks(scenario: str, world: int, folder: Path, **environment: str) -> list[Any]:
-    """Run a scenario with each rank in a process of its own; gives what each printed."""
+def run_ranks(world: int, folder: Path, **environment: str) -> list[Any]:
+    """Run the scenario with each rank in a process of its own; gives what each printed."""
     with Rendezvous.bind() as rendezvous:
         host, port = rendezvous.address
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.training.ranks", scenario, str(rank), str(world),
+                [sys.executable, "-m", "tests.training.ranks", str(rank), str(world),
                  host, str(port), str(folder)],
                 cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -209,24 +219,22 @@ def memory(rank: Rank) -> dict[str, int]:
     trainer.step()
     engine: Any = trainer._engine
     parameters = sum(tensor.numel() for _, tensor in trainer.named_weights())
-    held = [*engine.weights(), *engine.optimizer()]
+    held = [*weights_of(engine.module), *engine.optimizer()]
     nbytes = sum(storage.nbytes() for storage in held)
     process = psutil.Process()
-    before, checksum = process.memory_info().rss, trainer.checksum()
+    before, weights = process.memory_info().rss, checksum(trainer)
     rank.sleep(trainer)
     after = process.memory_info().rss
     rank.wake(trainer)
     return {
         "parameters": parameters, "bytes": nbytes, "awake": before, "asleep": after,
-        "equal": int(checksum == trainer.checksum()),
+        "equal": int(weights == checksum(trainer)),
     }  # fmt: skip
 
 
-SCENARIOS: dict[str, Callable[[Rank], Any]] = {"two_ranks": two_ranks, "memory": memory}
-
 if __name__ == "__main__":
-    name, number, world_size, host_name, port_number, scratch = sys.argv[1:]
+    number, world_size, host_name, port_number, scratch = sys.argv[1:]
     here = Rank(int(number), int(world_size), Address(host_name, int(port_number)), Path(scratch))
-    print(json.dumps(SCENARIOS[name](here)), flush=True)
+    print(json.dumps(two_ranks(here)), flush=True)
     # A rank whose peer is gone on purpose has nobody to say goodbye to.
     os._exit(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple, cast
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from fsm_trainer.algorithms.config import Aggregation
 from fsm_trainer.data.trajectory import Sample, Status, Trajectory
 from fsm_trainer.machine.errors import DataError
 from fsm_trainer.machine.version import Version
-from fsm_trainer.training.batch import Batch, collate, draw_epoch, parts, shard
+from fsm_trainer.training.batch import Batch, Minibatch, collate, draw_epochs, parts
 
 PAD = 99
 
@@ -56,10 +58,8 @@ def test_collate_pads_on_the_right_and_keeps_everything_in_its_place() -> None:
     assert torch.equal(batch.engine_logprobs, -0.5 * batch.loss_mask)
     assert batch.rewards.tolist() == [0.5, 1.0, 0.0]
     assert batch.truncated.tolist() == [0.0, 1.0, 0.0]
-    assert batch.lengths.tolist() == [2.0, 2.0, 1.0]
     assert batch.groups == ("a", "b", "a")
-    assert batch.index.tolist() == [0, 1, 2]
-    assert (len(batch), batch.time) == (3, 5)
+    assert len(batch) == 3
     assert (batch.tokens.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
 
 
@@ -76,7 +76,6 @@ def test_nothing_to_collate_is_refused() -> None:
 def test_select_takes_rows_in_the_order_asked_for() -> None:
     chosen = three().select([2, 0])
 
-    assert chosen.index.tolist() == [2, 0]
     assert chosen.tokens[0].tolist() == [1, 2, PAD, PAD, PAD]
     assert chosen.rewards.tolist() == [0.0, 0.5]
     assert chosen.groups == ("a", "a")
@@ -89,7 +88,6 @@ def test_a_blank_row_can_be_computed_on_but_counts_for_nothing() -> None:
 
     assert torch.equal(chosen.tokens[1], batch.tokens[0])
     assert not chosen.loss_mask[1].any()
-    assert chosen.index.tolist() == [1, -1]
     assert batch.loss_mask[0].any(), "the batch itself is left alone"
 
 
@@ -100,22 +98,16 @@ def test_trim_drops_columns_of_padding_only() -> None:
     assert trimmed.loss_mask.tolist() == [[0, 1, 1], [0, 1, 0]]
 
 
-def test_shards_of_a_batch_are_equally_long_and_hold_each_row_once() -> None:
-    shards = [three().shard(rank, 2) for rank in range(2)]
+class Place(NamedTuple):
+    rank: int
+    world_size: int
+    micro_batch: int
 
-    assert [part.index.tolist() for part in shards] == [[0, 2], [1, -1]]
 
-
-@given(st.integers(1, 40), st.integers(1, 7))
-def test_shards_are_equally_long_and_hold_each_row_once(count: int, world: int) -> None:
-    rows = torch.randperm(count)
-
-    shards = [shard(rows, rank, world).tolist() for rank in range(world)]
-
-    assert len({len(part) for part in shards}) == 1
-    dealt = [row for part in shards for row in part]
-    assert sorted(row for row in dealt if row >= 0) == list(range(count))
-    assert dealt.count(-1) < world
+def epoch_of(count: int, minibatches: int, seed: int, place: Place) -> list[Minibatch]:
+    generator = torch.Generator().manual_seed(seed)
+    (epoch,) = draw_epochs(1, minibatches, count, generator, cast(Any, place))
+    return epoch
 
 
 @given(
@@ -129,14 +121,7 @@ def test_an_epoch_visits_each_row_once_whatever_the_number_of_ranks(
     count: int, minibatches: int, world: int, micro: int, seed: int
 ) -> None:
     def walk(rank: int, world_size: int) -> list[tuple[list[int], list[list[int]]]]:
-        epoch = draw_epoch(
-            count,
-            minibatches,
-            torch.Generator().manual_seed(seed),
-            micro_batch=micro,
-            rank=rank,
-            world_size=world_size,
-        )
+        epoch = epoch_of(count, minibatches, seed, Place(rank, world_size, micro))
         return [(m.rows.tolist(), [rows.tolist() for rows in m.micro_batches]) for m in epoch]
 
     alone = walk(0, 1)
@@ -151,6 +136,15 @@ def test_an_epoch_visits_each_row_once_whatever_the_number_of_ranks(
         assert all(len(m) <= micro for _, micros in own for m in micros)
         dealt = [row for _, micros in own for m in micros for row in m]
         assert sorted(row for row in dealt if row >= 0) == sorted(rows)
+        assert dealt.count(-1) < world
+
+
+def test_epochs_differ_in_their_order() -> None:
+    place = cast(Any, Place(0, 1, 40))
+
+    one, two = draw_epochs(2, 1, 40, torch.Generator().manual_seed(0), place)
+
+    assert one[0].rows.tolist() != two[0].rows.tolist()
 
 
 @given(
@@ -170,10 +164,7 @@ def test_parts_of_all_ranks_sum_to_the_mean_over_the_minibatch(
 
     total = 0.0
     for rank in range(world):
-        generator = torch.Generator().manual_seed(3)
-        (minibatch,) = draw_epoch(
-            len(batch), 1, generator, micro_batch=micro, rank=rank, world_size=world
-        )
+        (minibatch,) = epoch_of(len(batch), 1, 3, Place(rank, world, micro))
         walked = list(parts(batch, minibatch, aggregation, torch.device("cpu"), table))
         assert [part.last for part in walked] == [False] * (len(walked) - 1) + [True]
         for part in walked:

@@ -114,14 +114,25 @@ def test_learning_rates_follow_their_formulas() -> None:
     assert math.isclose(cosine.factor(1, 4), (1 + math.sqrt(0.5)) / 2)
 
 
-def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoint"
-    with replacing(target) as folder:
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path, leads: bool) -> None:
+    target, partial, waits = tmp_path / "checkpoint", tmp_path / ".checkpoint.partial", list[int]()
+    if not leads:  # what the leading rank makes
+        partial.mkdir()
+    replace = lambda: replacing(target, leads, lambda: waits.append(1))  # noqa: E731
+
+    with replace() as folder:
         (folder / "a").write_text("old")
-    with pytest.raises(RuntimeError), replacing(target) as folder:
+    with pytest.raises(RuntimeError), replace() as folder:
         (folder / "a").write_text("half")
         raise RuntimeError
+
+    # Made; filled by all; in its place. The second ends before the first of the last two.
+    assert len(waits) == 3 + 1
+    if not leads:
+        assert (partial / "a").read_text() == "half" and not target.exists()
+        return
     assert (target / "a").read_text() == "old"
-    with replacing(target) as folder:
+    with replace() as folder:
         (folder / "b").write_text("new")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "checkpoint"]

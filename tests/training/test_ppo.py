@@ -87,6 +87,7 @@ class PlainModel:
         self.net = Net().double()
         self.reference = copy.deepcopy(self.net)
         self.ranks, self.rank = ranks or Ranks(1), rank
+        self.world_size, self.device = self.ranks.size, CPU
         self.micro_batch, self.rate = micro_batch, rate
         kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adam if adam else torch.optim.SGD
         self.optimizer = kind(self.net.parameters(), lr=rate)
@@ -94,14 +95,6 @@ class PlainModel:
         self.weights: list[dict[str, torch.Tensor]] = []
         self.forward_rows = 0
         self._closed = False
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks.size
-
-    @property
-    def device(self) -> torch.device:
-        return CPU
 
     def logprobs(
         self,

@@ -23,7 +23,7 @@ def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, extensions: Path) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two-ranks")
-    return run_ranks("two_ranks", 2, folder, TORCH_EXTENSIONS_DIR=str(extensions))
+    return run_ranks(2, folder, TORCH_EXTENSIONS_DIR=str(extensions))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -78,7 +78,7 @@ def test_gradients_are_averaged_over_ranks_and_summed_over_micro_batches(
 def test_a_lost_rank_is_an_error_and_costs_the_other_neither_weights_nor_optimizer(
     results: list[dict[str, Any]],
 ) -> None:
-    assert "rank 0 of train/actor lost a peer while" in results[0]["lost"]["error"]
+    assert "rank 0 of train/actor lost a peer in " in results[0]["lost"]["error"]
     assert [result["lost"]["recovered"] for result in results] == [True, True]
 
 
@@ -87,8 +87,8 @@ def test_nothing_was_compiled_at_run_time(results: list[dict[str, Any]], extensi
     assert os.listdir(extensions) == []
 
 
-def test_a_sleeper_gives_its_memory_back(tmp_path: Path) -> None:
-    (found,) = run_ranks("memory", 1, tmp_path)
+def test_a_sleeper_gives_its_memory_back(results: list[dict[str, Any]]) -> None:
+    found = results[0]["memory"]
     assert found["parameters"] > 38_000_000
     # ZeRO 1 in float32: weights, masters and two moments, 4 bytes each, on the only rank.
     assert found["bytes"] >= found["parameters"] * 16

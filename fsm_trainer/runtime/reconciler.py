@@ -79,6 +79,8 @@ class Reconciler:
         """What ``start`` restores the hub's weights to, after a checkpoint."""
         self._revoke = revoke
         self._generation = 0
+        self._dead: dict[str, str] = {}
+        """Why each worker was declared dead that has no new process yet."""
 
     async def reach(self, phase: Phase) -> None:
         """Go where the phase's wants hold and its action is legal.
@@ -159,15 +161,18 @@ class Reconciler:
             failed = await self._absorb(acquired)
         movers = [n for n in names if self._worker(n).move is not None]
         undone = [n for n in movers if n in failed or (link is not None and failed)]
+        done = tuple(n for n in movers if n not in undone)
         for name in undone:
             await self._undo(name)
-        done = tuple(n for n in movers if n not in undone)
+        for name in [n for n in undone if n not in self._dead]:
+            error = self._story(failed.get(name) or next(iter(failed.values())), False)
+            self._record(name, Kind.TRANSITION, trigger, sources[name], began, error)
         if done:
             self._apply(Commit(done))
-            await self._gather({n: self.ports[n].commit() for n in done})
-        for name in movers:
-            error = self._story(failed.get(name) or next(iter(failed.values()), None), name in done)
-            self._record(name, Kind.TRANSITION, trigger, sources[name], began, error)
+            for name in done:
+                self._record(name, Kind.TRANSITION, trigger, sources[name], began, None)
+            told = await self._gather({n: self.ports[n].commit() for n in done})
+            failed |= {n: r for n, r in told.items() if isinstance(r, BaseException)}
         self._raise(trigger, failed)
 
     def _told(self, name: str) -> Version | None:
@@ -220,42 +225,47 @@ class Reconciler:
         edge = self.system.table(name).edge(str(worker.move), worker.state)
         if edge is not None and worker.dest == edge.dest:
             self._apply(Undo(name))
-        result = (await self._gather({name: self.ports[name].undo()}))[name]
-        if isinstance(result, Worker):
-            self._follow(name, result)
+        await self._follow(name, (await self._gather({name: self.ports[name].undo()}))[name])
 
-    def _follow(self, name: str, reported: Worker) -> None:
+    async def _follow(self, name: str, told: Worker | BaseException) -> None:
         """Release and commit in the world what a worker released and committed."""
+        if name in self._dead:
+            return
+        dest = self._worker(name).dest
+        if not isinstance(told, Worker) or told.state != dest:
+            found = told.state if isinstance(told, Worker) else self._story(told, False)
+            await self._declare_dead(name, f"it did not come back to {dest}: {found}")
+            return
         while (
             effect := next_effect(self.system, self.world, name, self._worker(name))
         ) is not None:
             self._apply(Done(effect))
         self._apply(Commit((name,)))
-        if reported.state != self._worker(name).state:
-            raise ActionFailed(
-                f"{name} reports {reported.state}, the driver has {self._worker(name).state}: "
-                "they disagree on what was undone. This is a defect; please report the journal"
-            )
 
     async def _recover(self) -> None:
-        """Sever what holds a broken lease, and start dead processes anew."""
+        """Sever what holds a broken lease, and start dead processes anew.
+
+        Raises:
+            TrainerLost: a trainer died, wherever that was noticed.
+        """
         for name in self.system.names:
             worker = self._worker(name)
             for link in self.system.links:
                 broken = worker.epochs[self.system.links[link]]
                 if broken and not self.system.lease(self.world, name, link):
                     await self._sever(name, link)
-        for name, worker in zip(self.system.names, self.world.workers, strict=True):
-            if worker.undead:
-                await self._bury(name)
+        for name, why in sorted(self._dead.items()):
+            if self._trains(name):
+                raise TrainerLost(f"{name} was lost: {why}")
+            await self._bury(name)
 
     async def _sever(self, name: str, link: str) -> None:
         source, began = self._worker(name).state, time.monotonic()
         self._apply(Sever(name, link))
         before = self.world
-        result = (await self._gather({name: self.ports[name].sever(link, before)}))[name]
-        if isinstance(result, Worker):
-            self._follow(name, result)
+        told = await self._gather({name: self.ports[name].sever(link, before)})
+        await self._follow(name, told[name])
+        if name not in self._dead:
             self._record(name, Kind.TRANSITION, Trigger.SEVER, source, began, None)
 
     async def _bury(self, name: str) -> None:
@@ -263,6 +273,7 @@ class Reconciler:
         await self.ports[name].kill()
         self._apply(Confirmed(name))
         self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, time.monotonic(), None)
+        del self._dead[name]
         await self.ports[name].respawn()
 
     async def _gather(self, calls: Mapping[str, Awaitable[T]]) -> dict[str, T | BaseException]:
@@ -301,8 +312,9 @@ class Reconciler:
 
     async def _declare_dead(self, name: str, why: str) -> None:
         """A worker's process is gone or silent: leases end, survivors keep all else."""
-        if self._worker(name).undead:
+        if name in self._dead:
             return
+        self._dead[name] = why
         for link, i in self.system.links.items():
             if name in self.world.links[i].members:
                 self._revoke(link, self.world.links[i].epoch, f"{name} died")

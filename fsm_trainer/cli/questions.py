@@ -22,19 +22,12 @@ from fsm_trainer.cli.shell import (
 from fsm_trainer.cli.tables import DEFAULT_SCHEDULE
 from fsm_trainer.document import Document
 from fsm_trainer.machine.errors import ConfigError, JournalError, Refused
+from fsm_trainer.machine.events import Act, Begin, Done
+from fsm_trainer.machine.legal import action_refusals, enabled, joint_ends, refusals
 from fsm_trainer.machine.names import LinkState, Role, State, Trigger
-from fsm_trainer.machine.planner import Planner
+from fsm_trainer.machine.planner import plan
 from fsm_trainer.machine.spec import Phase, Spec, load
-from fsm_trainer.machine.step import (
-    Act,
-    Begin,
-    Done,
-    action_refusals,
-    advance,
-    enabled,
-    joint_ends,
-    refusals,
-)
+from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import Link, System, Worker, World
 from fsm_trainer.runtime.journal import Entry, read_journal
@@ -203,7 +196,7 @@ def _way(
 
 def _moves(system: System, world: World, phase: Phase) -> list[str] | None:
     try:
-        return [str(move) for move in Planner(system).plan(world, phase)] or None
+        return [str(move) for move in plan(system, world, phase)] or None
     except Refused:
         return None
 

@@ -24,9 +24,10 @@ from fsm_trainer.cli.shell import (
 from fsm_trainer.cli.svg import Edge, state_diagram_mermaid, state_diagram_svg
 from fsm_trainer.machine.errors import ConfigError, SpecError
 from fsm_trainer.machine.names import Role, Trigger
-from fsm_trainer.machine.planner import Move, plan_run
+from fsm_trainer.machine.planner import Move
 from fsm_trainer.machine.spec import Phase, Spec, load
 from fsm_trainer.machine.world import System
+from fsm_trainer.verify.run import plan_run
 
 DEFAULT_SCHEDULE = "disaggregated_critic"
 LINK = "link"
@@ -257,7 +258,7 @@ def _machine_document(spec: Spec, name: str) -> dict[str, Any]:
             for t in table.transitions
         ],
         "actions": {
-            a.name: {"needs": sorted(a.needs), "guard": a.guard.text or None, "joint": a.joint}
-            for a in table.actions.values()
+            name: {"needs": sorted(a.needs), "guard": a.guard.text or None, "joint": a.joint}
+            for name, a in table.actions.items()
         },
     }

@@ -2,8 +2,7 @@
 
 ``transitions`` dispatches and no more: guards, effects and roll-backs are
 :func:`~fsm_trainer.machine.step.step`'s, because in a callback of ``transitions`` a refusal is a
-bare False and an error arrives when the state has moved already. That its table and ``step`` agree
-on every destination is checked at each move.
+bare False and an error arrives when the state has moved already.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any
 
 from transitions import Machine
 
-from fsm_trainer.machine.errors import SpecError
 from fsm_trainer.machine.names import State
 from fsm_trainer.machine.spec import RoleTable
 
@@ -23,26 +21,17 @@ class Dispatch:
     state: str
 
     def __init__(self, table: RoleTable) -> None:
+        self._table = table
+        states = [str(state) for state in table.holds]
+        edges = [[str(t.trigger), str(t.source), str(t.dest)] for t in table.transitions]
         self._machine: Any = Machine(
-            model=self,
-            states=[str(state) for state in table.holds],
-            transitions=[[str(t.trigger), str(t.source), str(t.dest)] for t in table.transitions],
-            initial=str(State.DISCONNECTED),
-            auto_transitions=False,
-            send_event=True,
+            self, states, str(State.DISCONNECTED), edges, auto_transitions=False, send_event=True
         )
 
-    def move(self, trigger: str, dest: State) -> None:
-        """Take the table's edge; it must lead to ``dest``.
-
-        Raises:
-            SpecError: the table and ``step`` disagree.
-        """
-        source = self.state
-        self._machine.events[trigger].trigger(self)
-        if self.state != dest:
-            raise SpecError(f"{trigger} from {source} leads to {self.state}, step says {dest}")
-
-    def fall(self, dest: State) -> None:
-        """Go where an undo, a `sever` or a `fail` leads: no table has an edge for it."""
-        self._machine.set_state(str(dest), self)
+    def follow(self, trigger: str, dest: State) -> bool:
+        """Go to ``dest``; gives False where an undo, `sever` or `fail` leads: they have no edge."""
+        edge = self._table.edge(trigger, State(self.state))
+        if edge is None or edge.dest != dest:
+            self._machine.set_state(str(dest), self)
+            return False
+        return bool(self._machine.events[trigger].trigger(self))

@@ -6,15 +6,20 @@ All derive from :class:`FsmError`; none is an ``AssertionError``.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 class FsmError(Exception):
-    """Base of all errors that the package raises on purpose."""
+    """Base of all errors that the package raises on purpose; they travel between processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
-class SpecError(FsmError):
+class SpecError(FsmError, ValueError):
     """Raised when a table under ``states/`` is wrong; the text begins with ``file:line:``."""
 
 
@@ -30,21 +35,13 @@ class Refused(FsmError):
     """
 
     def __init__(
-        self,
-        worker: str,
-        state: str,
-        asked: str,
-        because: Sequence[str],
-        needs: str = "",
+        self, worker: str, state: str, asked: str, because: Sequence[str], needs: str = ""
     ) -> None:
         self.worker, self.state, self.asked = worker, state, asked
         self.because, self.needs = tuple(because), needs
         reasons = "; ".join(self.because)
         text = f"{worker} is {state} and refuses {asked!r}: {reasons}"
         super().__init__(f"{text}. Needs: {needs}" if needs else text)
-
-    def __reduce__(self) -> tuple[type[Refused], tuple[object, ...]]:
-        return type(self), (self.worker, self.state, self.asked, self.because, self.needs)
 
 
 class EffectFailed(FsmError):
@@ -61,9 +58,6 @@ class EffectFailed(FsmError):
             f"the transition was undone and {worker} is {state}"
         )
 
-    def __reduce__(self) -> tuple[type[EffectFailed], tuple[str, ...]]:
-        return type(self), (self.worker, self.trigger, self.effect, self.cause, self.state)
-
 
 class ActionFailed(FsmError):
     """Raised when an action that was legal ended with an error; the state is unchanged."""
@@ -78,9 +72,6 @@ class LeaseExpired(FsmError):
             f"the lease on {link} epoch {epoch} is no longer good: {why}. "
             "Reconnect under a new epoch; a result of this operation must not be used"
         )
-
-    def __reduce__(self) -> tuple[type[LeaseExpired], tuple[str, int, str]]:
-        return type(self), (self.link, self.epoch, self.why)
 
 
 class PeerLost(FsmError):
@@ -125,6 +116,3 @@ class JournalError(FsmError):
     def __init__(self, path: Path, line: int | None, reason: str) -> None:
         self.path, self.line, self.reason = path, line, reason
         super().__init__(f"{path}: {reason}" if line is None else f"{path}:{line}: {reason}")
-
-    def __reduce__(self) -> tuple[type[JournalError], tuple[Path, int | None, str]]:
-        return type(self), (self.path, self.line, self.reason)

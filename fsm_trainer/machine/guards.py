@@ -6,7 +6,7 @@ live workers of a role, ``fits(device)``, states and numbers. Its tree is Python
 it is read. One text has several readers: it is evaluated on live workers, explored by the checker,
 exported, and explained to people.
 
->>> guard = parse("self.in_flight == 0 and any(rollout.live)", where="example:1")
+>>> guard = parse("self.in_flight == 0 and any(rollout.live)")
 >>> guard.text
 'self.in_flight == 0 and any(rollout.live)'
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -41,7 +41,7 @@ class View(Protocol):
     def attribute(self, worker: str, name: str) -> Value:
         """The value of one of :data:`ATTRIBUTES` of a worker."""
 
-    def peers(self, role: str) -> Iterable[str]:
+    def peers(self, role: str) -> Sequence[str]:
         """The names of the live workers of a role."""
 
     def fits(self, worker: str) -> bool:
@@ -50,11 +50,10 @@ class View(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A parsed guard: its conjuncts as trees of :mod:`ast`, and the line it stands on."""
+    """A parsed guard: its conjuncts as trees of :mod:`ast`."""
 
-    text: str
+    text: str = ""
     parts: tuple[ast.expr, ...] = ()
-    where: str = ""
 
     def holds(self, view: View, worker: str) -> bool:
         """Whether the guard is true for ``worker``."""
@@ -62,58 +61,54 @@ class Guard:
 
     def explain(self, view: View, worker: str) -> list[str]:
         """The conjuncts that are false, each with the values it read."""
-        because = []
-        for part in self.parts:
-            if not evaluate(part, view, worker):
-                reader = _Reader(view)
-                evaluate(part, reader, worker)
-                because.append(f"`{ast.unparse(part)}` is false ({', '.join(reader.found)})")
-        return because
+        false = [part for part in self.parts if not evaluate(part, view, worker)]
+        return [f"`{ast.unparse(p)}` is false ({_read(p, view, worker)})" for p in false]
 
 
-ALWAYS = Guard("")
-
-
-def parse(text: str, where: str) -> Guard:
+def parse(text: str) -> Guard:
     """Parse a guard.
 
     Raises:
-        SpecError: with ``where``, the column and what is allowed.
+        SpecError: with the column and what is allowed.
     """
-    tree = _tree(text, where)
-    _Check(text, where).expression(tree, None)
-    joined = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
-    return Guard(text, tuple(tree.values) if joined else (tree,), where)  # type: ignore[attr-defined]
+    tree = _tree(text)
+    _Check(text).expression(tree, None)
+    match tree:
+        case ast.BoolOp(op=ast.And(), values=parts):
+            return Guard(text, tuple(parts))
+    return Guard(text, (tree,))
 
 
-def constant(text: str, where: str, facts: Mapping[str, bool]) -> bool:
-    """The value of a condition on static facts (``when:``): names, ``and``, ``or``, ``not``."""
-    tree, check = _tree(text, where), _Check(text, where)
+def constant(text: str, facts: Mapping[str, bool]) -> bool:
+    """The value of a condition on static facts (``when:``): names, ``and``, ``or``, ``not``.
+
+    Raises:
+        SpecError: with the column and what is allowed.
+    """
+    tree, check = _tree(text), _Check(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id not in facts:
             check.fail(node, f"unknown fact `{node.id}`, one of {', '.join(sorted(facts))}")
         if isinstance(node, ast.expr) and not isinstance(node, ast.Name | ast.BoolOp | ast.UnaryOp):
             check.fail(node, f"`when:` speaks of static facts, not of `{ast.unparse(node)}`")
-    return bool(eval(compile(ast.Expression(tree), where, "eval"), {}, dict(facts)))
+    return bool(eval(compile(ast.Expression(tree), "when", "eval"), {}, dict(facts)))
 
 
-def _tree(text: str, where: str) -> ast.expr:
+def _tree(text: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        why = f"{error.msg} at column {error.offset}"
-        raise SpecError(f"{where}: cannot read the guard `{text}`: {why}") from None
+    except (AttributeError, SyntaxError) as error:
+        raise SpecError(f"cannot read the guard `{text}`: {error}") from None
 
 
 class _Check:
     """Refuses what isn't in the language."""
 
-    def __init__(self, text: str, where: str) -> None:
-        self.text, self.where = text, where
+    def __init__(self, text: str) -> None:
+        self.text = text
 
     def fail(self, node: ast.expr, message: str) -> NoReturn:
-        column = node.col_offset + 1
-        raise SpecError(f"{self.where}: {message} (column {column} of `{self.text}`)")
+        raise SpecError(f"{message} (column {node.col_offset + 1} of `{self.text}`)")
 
     def expression(self, node: ast.expr, bound: str | None) -> None:
         parts: list[ast.expr] = []
@@ -193,23 +188,15 @@ def _compare(op: ast.cmpop, left: Value, right: Value) -> bool:
     return _COMPARISONS[type(op)](left, right)
 
 
-class _Reader:
-    """Passes what a guard reads, and remembers it."""
-
-    def __init__(self, view: View) -> None:
-        self.view, self.found = view, dict[str, None]()
-
-    def attribute(self, worker: str, name: str) -> Value:
-        value = self.view.attribute(worker, name)
-        self.found[f"{worker}.{name}={value}"] = None
-        return value
-
-    def peers(self, role: str) -> list[str]:
-        peers = list(self.view.peers(role))
-        if role in PLURAL or not peers:
-            self.found[f"live {role} workers: {len(peers)}"] = None
-        return peers
-
-    def fits(self, worker: str) -> bool:
-        self.found["the device is full"] = None
-        return self.view.fits(worker)
+def _read(part: ast.expr, view: View, worker: str) -> str:
+    """What a part reads of the system, for people."""
+    found: list[str] = []
+    for node in ast.walk(part):
+        match node:
+            case ast.Name(id="device"):
+                found.append("the device is full")
+            case ast.Attribute(value=ast.Name(id=owner), attr=name):
+                names = [worker] if owner == "self" else view.peers(owner)
+                read = [f"{who}.{name}={view.attribute(who, name)}" for who in names]
+                found += read or [f"no live {owner} worker"]
+    return ", ".join(dict.fromkeys(found))

@@ -12,19 +12,18 @@ worker that is moving.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from fsm_trainer.machine import events as on
+from fsm_trainer.machine import legal
 from fsm_trainer.machine.dispatch import Dispatch
 from fsm_trainer.machine.errors import EffectFailed, LeaseExpired, Refused
 from fsm_trainer.machine.events import Effect, Op
 from fsm_trainer.machine.names import State, Trigger
-from fsm_trainer.machine.planner import Planner
-from fsm_trainer.machine.spec import Phase
-from fsm_trainer.machine.step import advance, enabled
+from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 
@@ -49,18 +48,13 @@ class Report(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A line of the journal: a transition or an action that ended, or a fault."""
+    """A transition or an action that ended; not ``ok``: it failed and was undone."""
 
     worker: str
-    kind: str
-    trigger: str
-    source: State
-    dest: State
-    epoch: int
-    version: Version | None
-    seconds: float
+    name: str
+    before: Worker
+    after: Worker
     ok: bool
-    error: str = ""
 
 
 class Lifecycle:
@@ -81,19 +75,18 @@ class Lifecycle:
         resources: Mapping[str, Resource],
         *,
         kill: Callable[[], None] | None = None,
-        observe: Callable[[Record], None] | None = None,
+        observe: Callable[[Record], None] = lambda record: None,
     ) -> None:
         table = system.table(name)
         missing = {r for held in table.holds.values() for r in held} - set(resources)
         if missing:
             raise Refused(name, "new", "start", [f"no resource given for {sorted(missing)}"])
         self.name = name
-        self.system = System(system.spec, system.names, frozenset({name}), system.sizes)
+        self.system = replace(system, scope=frozenset({name}))
         self._resources, self._kill, self._observe = dict(resources), kill, observe
         self._lock = threading.RLock()
         self._world = system.initial()
         self._dispatch = Dispatch(table)
-        self._began = 0.0
 
     @property
     def world(self) -> World:
@@ -123,28 +116,20 @@ class Lifecycle:
                     raise LeaseExpired(name, told, f"{self.name} has seen epoch {known}")
             self._world = self.system.put(world, self.name, self.worker)
 
-    def trigger(
-        self,
-        name: str,
-        *,
-        epoch: int = 0,
-        version: Version | None = None,
-        world: World | None = None,
-    ) -> Worker:
+    def trigger(self, name: str, *, epoch: int = 0, version: Version | None = None) -> Worker:
         """Run a whole transition.
 
         Raises:
             Refused: it is illegal now.
             EffectFailed: an effect failed; the transition was undone.
         """
-        report = self.begin(name, epoch=epoch, version=version, world=world)
+        report = self.begin(name, epoch=epoch, version=version)
         if report.failed is None:
             report = self.acquire()
-        if report.failed is not None:
-            self.undo()
-            failed, error = str(report.failed), report.error
-            raise EffectFailed(self.name, name, failed, error, self.state)
-        return self.commit()
+        if report.failed is None:
+            return self.commit()
+        self.undo()
+        raise EffectFailed(self.name, name, str(report.failed), report.error, self.state)
 
     def begin(
         self,
@@ -155,11 +140,7 @@ class Lifecycle:
         world: World | None = None,
     ) -> Report:
         """Begin a transition and release what its end doesn't hold; see :meth:`acquire`."""
-        with self._lock:
-            if world is not None:
-                self.tell(world)
-            self._apply(on.Begin(name, (self.name,), epoch, version))
-            self._began = time.monotonic()
+        self._apply(on.Begin(name, (self.name,), epoch, version), world)
         return self._run(Op.RELEASE)
 
     def acquire(self) -> Report:
@@ -172,53 +153,30 @@ class Lifecycle:
         Raises:
             Refused: an effect is still due.
         """
-        with self._lock:
-            before = self.worker
-            self._apply(on.Commit((self.name,)))
-            self._settled(before)
-            return self.worker
+        before = self._apply(on.Commit((self.name,)))
+        self._settled(before, before.move)
+        return self.worker
 
     def undo(self) -> Worker:
         """Take back the transition; the worker ends in the largest state that is still true."""
         with self._lock:
-            worker = self.worker
-            if worker.move is None:
-                return worker  # a failed release ended it already
-            edge = self.system.table(self.name).edge(worker.move, worker.state)
-            if edge is not None and worker.dest == edge.dest:
+            if self.worker.move is None:
+                return self.worker  # a failed release ended it already
+            if not legal.falling(self.system, self._world, self.name):
                 self._apply(on.Undo(self.name))
-        report = self._run(Op.RELEASE)
-        return self.worker if report.failed is not None else self.commit()
+        return self._fallen()
 
     def sever(self, link: str, world: World | None = None) -> Worker:
         """Give up a lease that is no longer good, and keep all else that can be kept."""
-        with self._lock:
-            if world is not None:
-                self.tell(world)
-            self._apply(on.Sever(self.name, link))
-            self._began = time.monotonic()
-        report = self._run(Op.RELEASE)
-        return self.worker if report.failed is not None else self.commit()
+        self._apply(on.Sever(self.name, link), world)
+        return self._fallen()
+
+    def _fallen(self) -> Worker:
+        return self.worker if self._run(Op.RELEASE).failed else self.commit()
 
     def peer_died(self, peer: str) -> None:
         """Learn that another worker's process is dead: leases that it was a member of end now."""
-        with self._lock:
-            self._apply(on.Died(peer))
-
-    def reach(self, state: State) -> Worker:
-        """Go to a state by the shortest legal way; does nothing in the state itself.
-
-        Raises:
-            Refused: no sequence of this worker's own triggers leads there.
-            EffectFailed: an effect failed; the worker is where the error says.
-        """
-        phase = Phase(f"reach {state}", {self.system.names[self.name]: frozenset({state})}, None)
-        alone = System(self.system.spec, {self.name: self.system.names[self.name]})
-        while self.state != state:
-            here = World((self.worker,), self._world.links, self._world.lineage)
-            for move in Planner(alone).plan(here, phase):
-                self.trigger(move.name)
-        return self.worker
+        self._apply(on.Died(peer))
 
     @contextmanager
     def action(self, name: str, world: World | None = None) -> Iterator[Worker]:
@@ -227,77 +185,51 @@ class Lifecycle:
         Raises:
             Refused: the action is illegal now; the body doesn't run.
         """
-        with self._lock:
-            if world is not None:
-                self.tell(world)
-            self._apply(on.Act(name, (self.name,)))
-        began, error, ok = time.monotonic(), "", False
+        self._apply(on.Act(name, (self.name,)), world)
+        ok = False
         try:
             yield self.worker
             ok = True
-        except BaseException as problem:
-            error = f"{type(problem).__name__}: {problem}"
-            raise
         finally:
-            with self._lock:
-                self._apply(on.Acted(name, (self.name,), ok))
-            self._note("action", name, self.state, time.monotonic() - began, ok, error)
+            before = self._apply(on.Acted(name, (self.name,), ok))
+            self._observe(Record(self.name, name, before, self.worker, ok))
 
-    def _apply(self, event: on.Event) -> None:
+    def _apply(self, event: on.Event, world: World | None = None) -> Worker:
+        """Write the world, after news of it if there are any; gives the worker as it was."""
         with self._lock:
-            self._world = advance(self.system, self._world, event)
+            if world is not None:
+                self.tell(world)
+            before, self._world = self.worker, advance(self.system, self._world, event)
+            return before
 
     def _run(self, op: Op) -> Report:
         done: list[Effect] = []
         while True:
             with self._lock:
-                due = [e for e in enabled(self.system, self._world) if e.op is op]
+                due = [e for e in legal.enabled(self.system, self._world) if e.op is op]
             if not due:
                 return Report(self.worker, tuple(done))
-            effect = due[0]
+            effect, resource = due[0], self._resources[due[0].resource]
             try:
-                self._perform(effect)
-            except Exception as problem:
-                self._fail(effect)
+                (resource.acquire if op is Op.ACQUIRE else resource.release)(effect)
+            except BaseException as problem:
+                self._failed(effect)
+                if not isinstance(problem, Exception):
+                    raise
                 error = f"{type(problem).__name__}: {problem}"
                 return Report(self.worker, tuple(done), effect, error)
-            except BaseException:
-                self._fail(effect)
-                raise
             self._apply(on.Done(effect))
             done.append(effect)
 
-    def _perform(self, effect: Effect) -> None:
-        resource = self._resources[effect.resource]
-        if effect.op is Op.ACQUIRE:
-            resource.acquire(effect)
-        else:
-            resource.release(effect)
-
-    def _fail(self, effect: Effect) -> None:
-        before = self.worker
-        self._apply(on.Failed(effect))
+    def _failed(self, effect: Effect) -> None:
+        before = self._apply(on.Failed(effect))
         if effect.op is Op.RELEASE:
-            self._settled(before, f"{effect} failed")
+            self._settled(before, Trigger.FAIL)
             if self._kill is not None:
                 self._kill()
-                self._apply(on.Done(Effect(self.name, Op.KILL)))
+                self._apply(on.Confirmed(self.name))
 
-    def _settled(self, before: Worker, error: str = "") -> None:
-        trigger = str(before.move) if not error else str(Trigger.FAIL)
-        edge = self.system.table(self.name).edge(trigger, before.state)
-        if edge is not None and edge.dest == self.state:
-            self._dispatch.move(trigger, self.state)
-        else:
-            self._dispatch.fall(self.state)
-        ok = not error and (edge is None or edge.dest == self.state)
-        seconds = time.monotonic() - self._began
-        self._note("transition", trigger, before.state, seconds, ok, error)
-
-    def _note(
-        self, kind: str, trigger: str, source: State, seconds: float, ok: bool, error: str
-    ) -> None:
-        if self._observe is not None:
-            state, epoch, version = self.state, max(self.worker.epochs), self.worker.version
-            told = (kind, trigger, source, state, epoch, version, seconds, ok, error)
-            self._observe(Record(self.name, *told))
+    def _settled(self, before: Worker, trigger: Trigger | None) -> None:
+        planned = self._dispatch.follow(str(trigger), self.state)
+        ok = planned or trigger is Trigger.SEVER
+        self._observe(Record(self.name, str(trigger), before, self.worker, ok))

@@ -7,14 +7,14 @@ the number of rollout workers. ``push`` is a move that it may plan; ``sever`` an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsm_trainer.machine import events as on
+from fsm_trainer.machine import legal
 from fsm_trainer.machine.errors import Refused
-from fsm_trainer.machine.names import Role, Trigger
+from fsm_trainer.machine.names import Trigger
 from fsm_trainer.machine.spec import Phase
-from fsm_trainer.machine.step import action_refusals, advance, enabled, joint_ends
+from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.world import System, World
 
 ORDER = ("sleep", "disconnect", "start", "wake", "connect", "push", "stop")
@@ -34,7 +34,7 @@ class Move:
 
 def settle(system: System, world: World) -> World:
     """Run every effect that is due to its good end, and commit."""
-    while due := enabled(system, world):
+    while due := legal.enabled(system, world):
         for effect in due:  # none of them blocks another one
             world = advance(system, world, on.Done(effect))
     moving = tuple(n for n in system.names if system.get(world, n).move is not None)
@@ -76,130 +76,96 @@ def unmet(system: System, world: World, phase: Phase) -> list[str]:
         if not names:
             because.append(f"nobody is left who could {phase.action}")
         for name in names:
-            because += action_refusals(system, world, phase.action, name)
+            because += legal.action_refusals(system, world, phase.action, name)
     return because
 
 
-class Planner:
-    """Plans, and remembers what it planned.
+def plan(system: System, world: World, phase: Phase) -> tuple[Move, ...]:
+    """The shortest sequence of moves after which the phase can run.
 
-    Raises (from :meth:`plan`):
-        Refused: no legal sequence leads to the phase.
+    Raises:
+        Refused: no legal sequence leads there.
+    """
+    few = Few(system, world)
+    return tuple(few.expanded(move) for move in _search(few.system, few.world, phase))
+
+
+class Few:
+    """A system in which one worker stands for all that are in the same position.
+
+    They move together, so the search does not grow with them, and the devices of one are as full
+    as those of the others.
     """
 
-    def __init__(self, system: System) -> None:
-        self.system = system
-        self._plans: dict[tuple[World, str], tuple[Move, ...]] = {}
+    def __init__(self, system: System, world: World) -> None:
+        self._all = system
+        self._classes = {names[0]: names for names in _classes(system, world)}
+        roles = {n: role for n, role in system.names.items() if n in self._classes}
+        self.system = System(system.spec, roles, system.scope, system.sizes, system.capacity)
+        workers = tuple(system.get(world, name) for name in roles)
+        links = tuple(k._replace(members=k.members.intersection(roles)) for k in world.links)
+        self.world = World(workers, links, world.lineage)
 
-    def plan(self, world: World, phase: Phase) -> tuple[Move, ...]:
-        """The shortest sequence of moves after which the phase can run."""
-        key = (_anonymous(world), phase.name)
-        if key not in self._plans:
-            self._plans[key] = self._search(key[0], phase)
-        return self._plans[key]
+    def expanded(self, move: Move) -> Move:
+        """The move of all for whom its workers stand."""
+        moved = {name for one in move.workers for name in self._classes[one]}
+        return Move(move.name, tuple(name for name in self._all.names if name in moved))
 
-    def _search(self, start: World, phase: Phase) -> tuple[Move, ...]:
-        came: dict[World, tuple[World, Move] | None] = {start: None}
-        todo = deque([start])
-        while todo:
-            world = todo.popleft()
-            if not unmet(self.system, world, phase):
-                return self._way(came, world)
-            for move in self._moves(world):
-                try:
-                    after = _anonymous(apply(self.system, world, move))
-                except Refused:
-                    continue
-                if after not in came:
-                    came[after] = (world, move)
-                    todo.append(after)
-        because = unmet(self.system, start, phase)
-        raise Refused(
-            "the planner", "stuck", phase.name, because, "no sequence of moves leads there"
+
+def _classes(system: System, world: World) -> list[tuple[str, ...]]:
+    """The workers by position; who shares a device is alone in its position."""
+    classes: dict[object, list[str]] = {}
+    for name, role in system.names.items():
+        alone = system.spec.schedule.devices[role] != "own" and name
+        member = tuple(name in link.members for link in world.links)
+        classes.setdefault((role, alone, member, system.get(world, name)), []).append(name)
+    return [tuple(names) for names in classes.values()]
+
+
+def _search(system: System, start: World, phase: Phase) -> tuple[Move, ...]:
+    seen, todo = {_position(start)}, deque([(start, tuple[Move, ...]())])
+    while todo:
+        world, way = todo.popleft()
+        if not unmet(system, world, phase):
+            return way
+        for move in _moves(system, world):
+            try:
+                after = apply(system, world, move)
+            except Refused:
+                continue
+            if _position(after) not in seen:
+                seen.add(_position(after))
+                todo.append((after, (*way, move)))
+    because = unmet(system, start, phase)
+    raise Refused("the planner", "stuck", phase.name, because, "no sequence of moves leads there")
+
+
+def _moves(system: System, world: World) -> list[Move]:
+    found: set[Move] = set()
+    for names in _classes(system, world):
+        worker = system.get(world, names[0])
+        for edge in system.table(names[0]).transitions if worker.live and not worker.move else ():
+            if edge.source == worker.state and edge.joint is None:
+                found.add(Move(edge.trigger, names))
+    for link, ends in system.spec.links.items():
+        for trigger in (Trigger.CONNECT, Trigger.DISCONNECT):
+            found.add(Move(trigger, legal.joint_ends(system, world, link, trigger)))
+        found.add(Move("push", tuple(system.ends(world, ends))))
+    return sorted((m for m in found if m.workers), key=lambda m: (ORDER.index(m.name), m.workers))
+
+
+def _position(world: World) -> object:
+    """What guards can tell of a world: epochs and lineages are read by equality only.
+
+    So there are finitely many positions, although epochs and lineages only grow.
+    """
+    lineages = sorted({w.version.lineage for w in world.workers if w.version})
+    now = [link.epoch for link in world.links]
+    workers = tuple(
+        w._replace(
+            epochs=tuple(e and 1 + (e == k) for e, k in zip(w.epochs, now, strict=True)),
+            version=w.version and w.version._replace(lineage=lineages.index(w.version.lineage)),
         )
-
-    def _way(self, came: dict[World, tuple[World, Move] | None], world: World) -> tuple[Move, ...]:
-        moves: list[Move] = []
-        while (origin := came[world]) is not None:
-            world, move = origin
-            moves.append(move)
-        return tuple(reversed(moves))
-
-    def _moves(self, world: World) -> Iterator[Move]:
-        found: set[Move] = set()
-        for names in self._classes(world):
-            worker = self.system.get(world, names[0])
-            for edge in self.system.table(names[0]).transitions:
-                if edge.source == worker.state and edge.joint is None:
-                    found.add(Move(edge.trigger, names))
-        for link in self.system.links:
-            for trigger in (Trigger.CONNECT, Trigger.DISCONNECT):
-                found.add(Move(trigger, joint_ends(self.system, world, link, trigger)))
-            found.add(Move("push", tuple(self.system.ends(world, self.system.spec.links[link]))))
-        legal = [m for m in found if m.workers]
-        yield from sorted(legal, key=lambda m: (ORDER.index(m.name), m.workers))
-
-    def _classes(self, world: World) -> list[tuple[str, ...]]:
-        groups: dict[object, list[str]] = {}
-        for name, role in self.system.names.items():
-            worker = self.system.get(world, name)
-            if worker.live and worker.move is None:
-                groups.setdefault((role, worker if role is Role.ROLLOUT else name), []).append(name)
-        return [tuple(names) for names in groups.values()]
-
-
-def _anonymous(world: World) -> World:
-    """The world with epochs and lineages counted anew, so that plans can be remembered.
-
-    Guards read epochs and lineages by equality only, and versions by equality and order.
-    """
-    current = [link.epoch for link in world.links]
-    newest = max((w.version for w in world.workers if w.version), default=None)
-
-    def rename(epoch: int, now: int) -> int:
-        return 0 if not epoch else 2 if epoch == now else 1
-
-    workers = []
-    for w in world.workers:
-        epochs = tuple(rename(e, now) for e, now in zip(w.epochs, current, strict=True))
-        version = w.version
-        if version is not None and newest is not None:
-            same = version.lineage == newest.lineage
-            version = type(version)(int(same) + 1, version.number - newest.number)
-        workers.append(w._replace(epochs=epochs, version=version))
-    links = tuple(k._replace(epoch=2 if k.epoch else 0) for k in world.links)
-    return World(tuple(workers), links, 2 if world.lineage else 0)
-
-
-def plan_run(system: System) -> dict[str, list[tuple[str, tuple[Move, ...]]]]:
-    """What a run without faults does: its prologue, first and steady steps, and epilogue.
-
-    Lanes are planned one after the other.
-    """
-    planner, world, spec = Planner(system), system.initial(), system.spec
-    steps = tuple(phase for lane in spec.schedule.lanes.values() for phase in lane)
-    sections = {
-        "prologue": spec.schedule.prologue,
-        "first step": steps,
-        "steady step": steps,
-        "epilogue": spec.schedule.epilogue,
-    }
-    plan: dict[str, list[tuple[str, tuple[Move, ...]]]] = {}
-    for section, names in sections.items():
-        for name in names:
-            phase = spec.phases[name]
-            moves = planner.plan(world, phase)
-            for move in moves:
-                world = apply(system, world, move)
-            plan.setdefault(section, []).append((name, moves))
-            if phase.action is not None:
-                world = _acted(system, world, phase.action)
-    return plan
-
-
-def _acted(system: System, world: World, action: str) -> World:
-    names = actors_of(system, world, action)
-    joint = any(system.table(n).actions[action].joint for n in names)
-    for workers in [tuple(names)] if joint else [(n,) for n in names]:
-        world = apply(system, world, Move(action, workers))
-    return world
+        for w in world.workers
+    )
+    return workers, tuple((link.state, link.members) for link in world.links)

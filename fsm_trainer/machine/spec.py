@@ -6,16 +6,20 @@ checked and run is one machine per configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from fsm_trainer.document import Document, Key
 from fsm_trainer.machine.errors import SpecError
-from fsm_trainer.machine.guards import ALWAYS, Guard, constant, parse
+from fsm_trainer.machine.guards import Guard, constant, parse
 from fsm_trainer.machine.names import LinkState, Role, State, Trigger
+
+T = TypeVar("T")
+GuardText = Annotated[Guard, PlainValidator(parse), WithJsonSchema({"type": "string"})]
 
 
 class _Model(BaseModel):
@@ -50,23 +54,26 @@ class SystemFile(_Model):
     sometimes: list[str] = []
 
 
-class TransitionRow(_Model):
-    """A row of a role's ``transitions``."""
+class Guarded(_Model):
+    """What a guard allows; ``joint`` names the link whose ends do it together."""
+
+    guard: GuardText = Field(default_factory=Guard)
+    joint: str | None = None
+
+
+class Transition(Guarded):
+    """An edge of a role's machine."""
 
     trigger: Trigger
     source: State = Field(alias="from")
     dest: State = Field(alias="to")
-    guard: str | None = None
     when: str | None = None
-    joint: str | None = None
 
 
-class ActionRow(_Model):
-    """An entry of a role's ``actions``."""
+class Action(Guarded):
+    """Work that a worker may do while it holds ``needs``."""
 
     needs: frozenset[str]
-    guard: str | None = None
-    joint: str | None = None
     updates: bool = Field(False, description="whether it makes a new version of the weights")
 
 
@@ -75,8 +82,8 @@ class RoleFile(_Model):
 
     role: Role
     states: dict[State, list[str | dict[str, str]]]
-    transitions: list[TransitionRow]
-    actions: dict[str, ActionRow] = {}
+    transitions: list[Transition]
+    actions: dict[str, Action] = {}
 
 
 class LinkRow(_Model):
@@ -112,33 +119,6 @@ class ScheduleFile(_Model):
     epilogue: tuple[str, ...] = ()
 
 
-FILES: Mapping[str, type[_Model]] = {
-    "role": RoleFile, "link": LinkFile, "system": SystemFile, "schedule": ScheduleFile,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """An edge of a role's machine; ``joint`` names the link whose ends move together."""
-
-    trigger: Trigger
-    source: State
-    dest: State
-    guard: Guard
-    joint: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """Work that a worker may do while it holds ``needs``."""
-
-    name: str
-    needs: frozenset[str]
-    guard: Guard
-    joint: str | None
-    updates: bool
-
-
 @dataclass(frozen=True, slots=True)
 class RoleTable:
     """One role's machine."""
@@ -150,9 +130,8 @@ class RoleTable:
 
     def edge(self, trigger: str, source: State) -> Transition | None:
         """The transition that ``trigger`` takes from ``source``."""
-        return next(
-            (t for t in self.transitions if (t.trigger, t.source) == (trigger, source)), None
-        )
+        edges = (t for t in self.transitions if t.trigger == trigger and t.source == source)
+        return next(edges, None)
 
     def largest_state(self, held: Iterable[str]) -> State:
         """The declared state that holds most of ``held`` and nothing else."""
@@ -211,147 +190,133 @@ def load(schedule: str, states: Path | str | None = None) -> Spec:
     plan_doc = Document(root / "schedules" / f"{schedule}.yaml", SpecError)
     plan = plan_doc.parse(ScheduleFile)
     system = Document(root / "system.yaml", SpecError).parse(SystemFile)
-    links = {
-        n: link
-        for n, link in system.links.items()
-        if link.hub in plan.devices and link.spokes in plan.devices
-    }
-    roles = {
-        role: _Role(Document(root / f"{role}.yaml", SpecError), system, plan.facts, links).table()
-        for role in plan.devices
-    }
+    present = plan.devices
+    links = {n: k for n, k in system.links.items() if k.hub in present and k.spokes in present}
+    roles = {}
+    for role in present:
+        document = Document(root / f"{role}.yaml", SpecError)
+        roles[role] = _Role(document, system.resources, plan.facts, links).table()
     link_file = Document(root / "link.yaml", SpecError).parse(LinkFile)
-    moves = {
-        (source, row.trigger): row.dest
-        for row in link_file.transitions
-        for source in (row.source if isinstance(row.source, list) else [row.source])
+    moves = {(s, row.trigger): row.dest for row in link_file.transitions for s in _all(row.source)}
+    _refuse(plan_doc, _problems(plan, roles))
+    phases = {
+        name: Phase(name, {r: frozenset(_all(s)) for r, s in row.wants.items()}, row.action)
+        for name, row in plan.phases.items()
     }
-    return Spec(schedule, system, plan, roles, links, moves, _phases(plan_doc, plan, roles))
+    return Spec(schedule, system, plan, roles, links, moves, phases)
 
 
+def _all(one_or_more: T | list[T]) -> list[T]:
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
+
+
+Problems = Iterator[tuple[object, str, Key]]
+"""Whether something is wrong, what, and where it stands."""
+
+
+def _refuse(document: Document, problems: Problems) -> None:
+    for wrong, what, at in problems:
+        if wrong:
+            raise document.error(what, *at)
+
+
+def _unknown(what: str, names: Iterable[Any], known: Iterable[str], at: Key) -> Problems:
+    known = sorted(map(str, known))
+    for name in sorted({*map(str, names)} - {*known}):
+        yield True, f"unknown {what} {name!r}, one of {', '.join(known)}", at
+
+
+@dataclass(frozen=True, slots=True)
 class _Role:
-    """Resolves and checks one role's file."""
+    """Resolves one role's file against the facts, and checks what is left."""
 
-    def __init__(
-        self,
-        doc: Document,
-        system: SystemFile,
-        facts: Mapping[str, bool],
-        links: Mapping[str, LinkSpec],
-    ) -> None:
-        self.doc, self.resources, self.facts, self.links = doc, system.resources, facts, links
-        self.file = doc.parse(RoleFile)
+    document: Document
+    resources: Mapping[str, Resource]
+    facts: Mapping[str, bool]
+    links: Mapping[str, LinkSpec]
 
     def table(self) -> RoleTable:
-        holds = {state: self.holds(state) for state in self.file.states}
-        transitions = tuple(
-            Transition(
-                row.trigger, row.source, row.dest, self.guard(row.guard, *at), self.joint(row, *at)
-            )
-            for i, row in enumerate(self.file.transitions)
-            if self.edge(row, *(at := ("transitions", i)))
-        )
-        actions = {}
-        for name, row in self.file.actions.items():
-            here = ("actions", name)
-            self.known(row.needs, *here)
-            if not any(row.needs <= set(held) for held in holds.values()):
-                raise self.doc.error(f"no state holds all of {sorted(row.needs)}", *here)
-            guard, joint = self.guard(row.guard, *here), self.joint(row, *here)
-            actions[name] = Action(name, row.needs, guard, joint, row.updates)
-        table = RoleTable(self.file.role, holds, transitions, actions)
-        self.check_shape(table)
+        file = self.document.parse(RoleFile)
+        edges: dict[Key, Transition] = {
+            ("transitions", i): edge
+            for i, edge in enumerate(file.transitions)
+            if self.true(edge.when, "transitions", i, "when")
+        }
+        holds = {state: self.holds(file, state) for state in file.states}
+        table = RoleTable(file.role, holds, tuple(edges.values()), file.actions)
+        _refuse(self.document, self.problems(table, edges))
         return table
 
-    def known(self, names: Iterable[str], *at: str | int) -> None:
-        for name in sorted(set(names) - set(self.resources)):
-            known = sorted(self.resources)
-            raise self.doc.error(f"unknown resource {name!r}, one of {known}", *at)
-
     def true(self, condition: str | None, *at: str | int) -> bool:
-        return condition is None or constant(condition, self.doc.where(*at), self.facts)
+        try:
+            return condition is None or constant(condition, self.facts)
+        except SpecError as error:
+            raise self.document.error(str(error), *at) from None
 
-    def guard(self, text: str | None, *at: str | int) -> Guard:
-        return parse(text, self.doc.where(*at, "guard")) if text is not None else ALWAYS
+    def holds(self, file: RoleFile, state: State) -> tuple[str, ...]:
+        whens = [i if isinstance(i, dict) else {i: None} for i in file.states[state]]
+        rows = [(i, name, when) for i, row in enumerate(whens) for name, when in row.items()]
+        return tuple(name for i, name, when in rows if self.true(when, "states", state, i))
 
-    def joint(self, row: TransitionRow | ActionRow, *at: str | int) -> str | None:
-        if row.joint is not None and row.joint not in self.links:
-            raise self.doc.error(f"unknown link {row.joint!r}, one of {sorted(self.links)}", *at)
-        return row.joint
-
-    def edge(self, row: TransitionRow, *at: str | int) -> bool:
-        if row.trigger in (Trigger.SEVER, Trigger.FAIL):
-            raise self.doc.error(f"{row.trigger!r} is derived and can't be declared", *at)
-        for state in (row.source, row.dest):
-            if state not in self.file.states:
-                raise self.doc.error(f"{state} is not one of this role's states", *at)
-        return self.true(row.when, *at, "when")
-
-    def holds(self, state: State) -> tuple[str, ...]:
-        held: list[str] = []
-        for i, item in enumerate(self.file.states[state]):
-            at: Key = ("states", state, i)
-            name, when = next(iter(item.items())) if isinstance(item, dict) else (item, None)
-            self.known([name], *at)
-            if not self.true(when, *at):
-                continue
-            resource = self.resources[name]
-            if resource.requires and not set(resource.requires) & set(held):
-                needed = list(resource.requires)
-                raise self.doc.error(f"{state} holds {name} without any of {needed}", *at)
-            if resource.communicator and state in (State.SLEEPING, State.DISCONNECTED):
-                raise self.doc.error(f"{state} may not hold the communicator {name}", *at)
-            if held and self.resources[held[-1]].communicator and not resource.communicator:
-                raise self.doc.error(f"{name} comes after a communicator: memory goes first", *at)
-            held.append(name)
-        return tuple(held)
-
-    def check_shape(self, table: RoleTable) -> None:
-        """Every state can be reached and left for good, no two hold the same, no edge is double."""
-        if table.holds.get(State.DISCONNECTED) != ():
-            raise self.doc.error("there must be a `disconnected` that holds nothing", "states")
-        names: dict[frozenset[str], State] = {}
-        for state, held in table.holds.items():
-            other = names.setdefault(frozenset(held), state)
-            if other is not state:
-                raise self.doc.error(f"{state} and {other} hold the same", "states", state)
-        sources = [(t.trigger, t.source) for t in table.transitions]
-        for trigger, source in sources:
-            if sources.count((trigger, source)) > 1:
-                raise self.doc.error(f"{trigger} from {source} is ambiguous", "transitions")
-        edges = [(t.source, t.dest) for t in table.transitions]
-        ways = {"can't be reached": edges, "is a trap": [(b, a) for a, b in edges]}
-        for problem, way in ways.items():
-            for state in sorted(set(table.holds) - _reach(State.DISCONNECTED, way)):
-                raise self.doc.error(f"{state} {problem} when {self.facts}", "states", state)
+    def problems(self, table: RoleTable, edges: Mapping[Key, Transition]) -> Problems:
+        """Every state can be reached and left for good, and nothing speaks of the unknown."""
+        holds = table.holds
+        rows: dict[Key, Action] = {("actions", n): a for n, a in table.actions.items()}
+        needs: dict[Key, frozenset[str]] = {("states", s): frozenset(h) for s, h in holds.items()}
+        needs |= {at: action.needs for at, action in rows.items()}
+        for at, names in needs.items():
+            yield from _unknown("resource", names, self.resources, at)
+            homeless = not any(names <= {*held} for held in holds.values())
+            yield homeless, f"no state holds all of {sorted(names)}", at
+        joint: list[tuple[Key, Guarded]] = [*edges.items(), *rows.items()]
+        for at, row in joint:
+            yield from _unknown("link", {row.joint} - {None}, self.links, at)
+        empty = holds.get(State.DISCONNECTED) == ()
+        yield not empty, "there must be a `disconnected` that holds nothing", ("states",)
+        for state, held in holds.items():
+            at, kinds = ("states", state), [self.resources[name].communicator for name in held]
+            low = state in (State.SLEEPING, State.DISCONNECTED)
+            yield low and any(kinds), f"{state} may not hold a communicator", at
+            late = f"{state}: memory comes after a communicator, but must go first"
+            yield kinds != sorted(kinds), late, at
+            for i, name in enumerate(held):
+                needed = self.resources[name].requires
+                lacks = needed and not {*needed} & {*held[:i]}
+                yield lacks, f"{state} holds {name} without any of {[*needed]}", at
+            twins = [other for other in holds if {*holds[other]} == {*held}]
+            yield len(twins) > 1, f"{' and '.join(twins)} hold the same", at
+        sources = [(edge.trigger, edge.source) for edge in edges.values()]
+        for at, edge in edges.items():
+            derived = edge.trigger in (Trigger.SEVER, Trigger.FAIL)
+            yield derived, f"{edge.trigger!r} is derived and can't be declared", at
+            yield from _unknown("state", {edge.source, edge.dest}, holds, at)
+            double = sources.count((edge.trigger, edge.source)) > 1
+            yield double, f"{edge.trigger} from {edge.source} is ambiguous", at
+        ways = [(edge.source, edge.dest) for edge in edges.values()]
+        for problem, way in (("can't be reached", ways), ("is a trap", [w[::-1] for w in ways])):
+            for state in sorted({*holds} - _reach(State.DISCONNECTED, way)):
+                yield True, f"{state} {problem} when {self.facts}", ("states", state)
 
 
 def _reach(start: State, edges: list[tuple[State, State]]) -> set[State]:
-    found, todo = {start}, [start]
-    while todo:
-        here = todo.pop()
-        new = {dest for source, dest in edges if source == here} - found
+    found: set[State] = set()
+    new = {start}
+    while new:
         found |= new
-        todo += new
+        new = {dest for source, dest in edges if source in found} - found
     return found
 
 
-def _phases(doc: Document, plan: ScheduleFile, roles: Mapping[Role, RoleTable]) -> dict[str, Phase]:
-    phases = {}
+def _problems(plan: ScheduleFile, roles: Mapping[Role, RoleTable]) -> Problems:
+    """What is wrong with a schedule."""
+    actions = {action for table in roles.values() for action in table.actions}
     for name, row in plan.phases.items():
-        wants = {}
+        at = ("phases", name)
+        yield from _unknown("role", row.wants, roles, at)
         for role, states in row.wants.items():
-            wants[role] = frozenset(states if isinstance(states, list) else [states])
-            if role not in roles or not wants[role] <= set(roles[role].holds):
-                known = {str(r): [str(s) for s in t.holds] for r, t in roles.items()}
-                raise doc.error(f"unknown role or state; there are: {known}", "phases", name)
-        if row.action is not None and not any(row.action in t.actions for t in roles.values()):
-            raise doc.error(f"no role has an action {row.action!r}", "phases", name, "action")
-        phases[name] = Phase(name, wants, row.action)
-    sequences: dict[Key, tuple[str, ...]] = {("lanes", k): v for k, v in plan.lanes.items()}
-    sequences |= {("prologue",): plan.prologue, ("epilogue",): plan.epilogue}
-    for at, sequence in sequences.items():
-        for phase in sequence:
-            if phase not in phases:
-                raise doc.error(f"unknown phase {phase!r}, one of {sorted(phases)}", *at)
-    return phases
+            yield from _unknown("state", _all(states), roles[role].holds, at)
+        yield from _unknown("action", {row.action} - {None}, actions, (*at, "action"))
+    for lane, sequence in plan.lanes.items():
+        yield from _unknown("phase", sequence, plan.phases, ("lanes", lane))
+    yield from _unknown("phase", plan.prologue, plan.phases, ("prologue",))
+    yield from _unknown("phase", plan.epilogue, plan.phases, ("epilogue",))

@@ -5,7 +5,7 @@ A :class:`World` is an immutable value; only :func:`fsm_trainer.machine.step.ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -38,10 +38,14 @@ class Worker(NamedTuple):
     """The actions that run now."""
     live: bool = True
     """False once it is given up for lost: then it counts for nothing until it joins again."""
-    undead: frozenset[str] = frozenset()
-    """What its process, declared dead but not yet seen dead, may still hold."""
-    late: frozenset[str] = frozenset()
-    """What may still arrive of a transition that it is on the way back from."""
+    ghost: frozenset[str] = frozenset()
+    """What may be on its devices beside what it holds: what still arrives of a transition that it
+    is on the way back from, or all that a process had that isn't seen dead yet."""
+
+    @property
+    def undead(self) -> bool:
+        """Whether a process that was declared dead may still hold something."""
+        return self.move is None and bool(self.ghost)
 
 
 class Link(NamedTuple):
@@ -87,13 +91,13 @@ class System:
                 raise SpecError(f"{name}: schedule {self.spec.name} has no {role}, only {known}")
 
     @classmethod
-    def of(cls, spec: Spec, rollouts: int, scope: Iterable[str] | None = None) -> System:
+    def of(cls, spec: Spec, rollouts: int) -> System:
         """One worker for each role of the schedule, and several rollout workers."""
         names: dict[str, Role] = {
             str(role): role for role in spec.roles if role is not Role.ROLLOUT
         }
         names |= {f"rollout-{i}": Role.ROLLOUT for i in range(rollouts)}
-        return cls(spec, names, None if scope is None else frozenset(scope))
+        return cls(spec, names)
 
     def initial(self) -> World:
         """Everybody disconnected, every link down."""
@@ -141,11 +145,8 @@ class System:
 
     def ends(self, world: World, link: LinkSpec) -> list[str]:
         """The live workers that a link may join."""
-        return [
-            name
-            for name, role in self.names.items()
-            if role in (link.hub, link.spokes) and self.get(world, name).live
-        ]
+        named, roles = self.names.items(), (link.hub, link.spokes)
+        return [name for name, role in named if role in roles and self.get(world, name).live]
 
     def lease(self, world: World, name: str, link: str) -> bool:
         """Whether a worker's lease on a link is good: every member of its epoch lives."""
@@ -153,35 +154,34 @@ class System:
         epoch = self.get(world, name).epochs[i]
         return epoch > 0 and world.links[i].epoch == epoch and world.links[i].state == LinkState.UP
 
+    def leases(self, world: World, name: str) -> frozenset[str]:
+        """The links on which a worker's lease is good."""
+        return frozenset(link for link in self.links if self.lease(world, name, link))
+
     def size(self, name: str, resources: Iterable[str]) -> int:
         """What resources take on a device of the worker."""
         role, sizes = self.names[name], self.sizes or {}
         table = self.spec.system.resources
         return sum(sizes.get((role, r), table[r].size) for r in resources)
 
-    def claim(self, world: World, name: str) -> frozenset[str]:
-        """What a worker may hold on its devices at some moment of its move, its ghost included."""
-        worker = self.get(world, name)
-        bound = self.table(name).holds[worker.dest] if worker.dest is not None else ()
-        return worker.held | worker.undead | worker.late | frozenset(bound)
-
     def claims_fit(self, world: World, name: str) -> bool:
-        """The ledger: whether every device of the worker can grant all that is claimed on it."""
+        """The ledger: whether every device of the worker can grant all that is claimed on it.
+
+        A worker claims what it may hold at some moment of its move, its ghost included.
+        """
         for device in self.placement[name]:
-            tenants = [n for n in self.names if device in self.placement[n]]
-            claims = [(n, self.claim(world, n)) for n in tenants]
-            used = sum(self._peak(world, n) for n in tenants)
-            tokens = sum(self.spec.system.resources[r].exclusive for _, c in claims for r in c)
+            used = tokens = 0
+            for tenant in (n for n in self.names if device in self.placement[n]):
+                worker = self.get(world, tenant)
+                bound = frozenset(self.table(tenant).holds[worker.dest] if worker.dest else ())
+                # Releases come before acquisitions, so a move needs the larger of its two ends.
+                used += max(self.size(tenant, worker.held), self.size(tenant, bound))
+                used += self.size(tenant, worker.ghost)
+                claim = worker.held | worker.ghost | bound
+                tokens += sum(self.spec.system.resources[r].exclusive for r in claim)
             if used > (self.capacity or self.spec.system.capacity) or tokens > 1:
                 return False
         return True
-
-    def _peak(self, world: World, name: str) -> int:
-        """Releases come before acquisitions, so a move needs the larger of its two ends."""
-        worker = self.get(world, name)
-        bound = self.table(name).holds[worker.dest] if worker.dest is not None else ()
-        here, there = self.size(name, worker.held), self.size(name, bound)
-        return max(here, there) + self.size(name, worker.undead | worker.late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,25 +194,7 @@ class WorldView:
 
     def attribute(self, worker: str, name: str) -> Value:
         """See :data:`fsm_trainer.machine.guards.ATTRIBUTES`."""
-        part = self.system.get(self.world, worker)
-        match name:
-            case "state":
-                return MOVING if part.move is not None else str(part.state)
-            case "version":
-                return part.version.number if part.version else None
-            case "lineage":
-                return part.version.lineage if part.version else None
-            case "epoch":
-                return max(part.epochs, default=0) or None
-            case "lease":
-                return any(self.system.lease(self.world, worker, k) for k in self.system.links)
-            case "in_flight":
-                return len(part.jobs)
-            case "live":
-                return part.live
-            case "undead":
-                return bool(part.undead)
-        raise SpecError(f"no attribute {name!r}")
+        return _READ[name](self, worker, self.system.get(self.world, worker))
 
     def peers(self, role: str) -> list[str]:
         """The live workers of a role."""
@@ -224,3 +206,15 @@ class WorldView:
         part = self.system.get(self.world, worker)
         moved = self.system.put(self.world, worker, part._replace(dest=self.dest))
         return self.system.claims_fit(moved, worker)
+
+
+_READ: Mapping[str, Callable[[WorldView, str, Worker], Value]] = {
+    "state": lambda view, name, part: MOVING if part.move is not None else part.state,
+    "version": lambda view, name, part: part.version and part.version.number,
+    "lineage": lambda view, name, part: part.version and part.version.lineage,
+    "epoch": lambda view, name, part: max(part.epochs, default=0) or None,
+    "lease": lambda view, name, part: any(view.system.leases(view.world, name)),
+    "in_flight": lambda view, name, part: len(part.jobs),
+    "live": lambda view, name, part: part.live,
+    "undead": lambda view, name, part: part.undead,
+}

@@ -21,11 +21,7 @@ from fsm_trainer.machine.errors import (
     Refused,
     WorkerLost,
 )
-from fsm_trainer.machine.lifecycle import Report
-from fsm_trainer.machine.names import LinkState, Role, State, Trigger
-from fsm_trainer.machine.planner import Move, Planner, unmet
-from fsm_trainer.machine.spec import Phase
-from fsm_trainer.machine.step import (
+from fsm_trainer.machine.events import (
     Act,
     Acted,
     Begin,
@@ -38,9 +34,13 @@ from fsm_trainer.machine.step import (
     Op,
     Sever,
     Undo,
-    next_effect,
-    step,
 )
+from fsm_trainer.machine.legal import next_effect
+from fsm_trainer.machine.lifecycle import Report
+from fsm_trainer.machine.names import LinkState, Role, State, Trigger
+from fsm_trainer.machine.planner import Move, plan, unmet
+from fsm_trainer.machine.spec import Phase
+from fsm_trainer.machine.step import step
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 from fsm_trainer.runtime.journal import Journal, Kind
@@ -73,7 +73,6 @@ class Reconciler:
     ) -> None:
         self.system, self.ports, self.journal = system, ports, journal
         self.world = world or system.initial()
-        self.planner = Planner(system)
         self.push = push
         self.start_version: Version | None = None
         """What ``start`` restores the hub's weights to, after a checkpoint."""
@@ -94,7 +93,7 @@ class Reconciler:
             await self._recover()
             if not unmet(self.system, self.world, phase):
                 return
-            move = self.planner.plan(self.world, phase)[0]
+            move = plan(self.system, self.world, phase)[0]
             try:
                 await self._move(move)
             except TrainerLost:
@@ -236,9 +235,7 @@ class Reconciler:
             found = told.state if isinstance(told, Worker) else self._story(told, False)
             await self._declare_dead(name, f"it did not come back to {dest}: {found}")
             return
-        while (
-            effect := next_effect(self.system, self.world, name, self._worker(name))
-        ) is not None:
+        while (effect := next_effect(self.system, self.world, name)) is not None:
             self._apply(Done(effect))
         self._apply(Commit((name,)))
 

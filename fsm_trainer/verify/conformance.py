@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fsm_trainer.machine.errors import FsmError, Refused
-from fsm_trainer.machine.names import Role, State, Trigger
-from fsm_trainer.machine.spec import Spec
-from fsm_trainer.machine.step import (
+from fsm_trainer.machine.events import (
     Act,
     Acted,
     Begin,
@@ -29,11 +27,11 @@ from fsm_trainer.machine.step import (
     Joined,
     Sever,
     Undo,
-    advance,
-    enabled,
-    falling,
-    joint_ends,
 )
+from fsm_trainer.machine.legal import enabled, falling, joint_ends
+from fsm_trainer.machine.names import Role, State, Trigger
+from fsm_trainer.machine.spec import Spec
+from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker
 
@@ -251,7 +249,7 @@ class _Replay:
             self.apply(Sever(row.worker, held[0] if held else next(iter(self.system.links))))
             self.settle([row.worker])
             return [row]
-        if part.move is not None and falling(self.system, row.worker, part):
+        if part.move is not None and falling(self.system, self.world, row.worker):
             self.settle([row.worker])  # a fault ended it
             return [self.failed(row, row.trigger == part.move)]
         edge = self.system.table(row.worker).edge(row.trigger, part.state)

@@ -7,16 +7,18 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from fsm_trainer.machine.spec import FILES
+from fsm_trainer.machine.spec import LinkFile, RoleFile, ScheduleFile, SystemFile
+
+FILES = (RoleFile, LinkFile, SystemFile, ScheduleFile)
 
 
 def schema() -> dict[str, Any]:
     """One schema for the four kinds of file under ``states/``."""
-    kinds, definitions = models_json_schema([(model, "validation") for model in FILES.values()])
+    kinds, definitions = models_json_schema([(model, "validation") for model in FILES])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A table of fsm-trainer: a role, a link, the system or a schedule",
-        "anyOf": [kinds[model, "validation"] for model in FILES.values()],
+        "anyOf": [kinds[model, "validation"] for model in FILES],
         **definitions,
     }
 

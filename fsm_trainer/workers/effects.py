@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsm_trainer.machine.step import Effect
+from fsm_trainer.machine.events import Effect
 
 
 class Effects:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from fsm_trainer.groups.membership import Membership
 from fsm_trainer.groups.rendezvous import Address
+from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Lifecycle, Report, Resource
-from fsm_trainer.machine.step import Effect
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 

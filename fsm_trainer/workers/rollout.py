@@ -12,8 +12,8 @@ from fsm_trainer.data.models import load_tokenizer
 from fsm_trainer.data.trajectory import Sample, Trajectory
 from fsm_trainer.engines.contract import Engine, Tag
 from fsm_trainer.engines.embedded import EmbeddedEngine, EngineConfig
+from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource
-from fsm_trainer.machine.step import Effect
 from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.manifest import Manifest
 from fsm_trainer.workers.context import Batcher, Context, Hook, Sampling

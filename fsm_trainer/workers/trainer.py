@@ -14,8 +14,8 @@ from fsm_trainer.data.seeds import derive
 from fsm_trainer.data.trajectory import Trajectory
 from fsm_trainer.groups.lease import Lease
 from fsm_trainer.machine.errors import LeaseExpired
+from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource
-from fsm_trainer.machine.step import Effect
 from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest

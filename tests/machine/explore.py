@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from fsm_trainer.machine import events as on
+from fsm_trainer.machine import legal
 from fsm_trainer.machine import step as s
 from fsm_trainer.machine.errors import Refused
 from fsm_trainer.machine.legal import movers_of
@@ -20,12 +22,12 @@ from fsm_trainer.machine.planner import unmet
 from fsm_trainer.machine.world import System, Worker, World
 
 SERVES = ("generate", "evaluate")
-Late = frozenset[s.Effect]
+Late = frozenset[on.Effect]
 
 
 class Edge(NamedTuple):
     label: str
-    event: s.Event
+    event: on.Event
     fault: bool  # not what the system does to recover
 
 
@@ -45,9 +47,9 @@ class Result:
 def edges(system: System, node: Node, jobs: int) -> Iterator[Edge]:
     """Every event that may come; those that `step` refuses are no edges."""
     world, busy = node.world, {e.worker for e in node.late}
-    for effect in [*node.late, *(e for e in s.enabled(system, world) if e.worker not in busy)]:
-        yield Edge(f"{effect.worker}: {effect}", s.Done(effect), False)
-        yield Edge(f"{effect.worker}: fail {effect}", s.Failed(effect), True)
+    for effect in [*node.late, *(e for e in legal.enabled(system, world) if e.worker not in busy)]:
+        yield Edge(f"{effect.worker}: {effect}", on.Done(effect), False)
+        yield Edge(f"{effect.worker}: fail {effect}", on.Failed(effect), True)
     moving = [n for n in system.names if system.get(world, n).move is not None]
     groups = {(n,) for n in moving if n not in busy}
     for link in system.links:
@@ -55,60 +57,60 @@ def edges(system: System, node: Node, jobs: int) -> Iterator[Edge]:
         if not busy & set(together):
             groups.add(together)
         for trigger in ("connect", "disconnect"):
-            ends = s.joint_ends(system, world, link, trigger)
-            yield Edge(f"{trigger}({', '.join(ends)})", s.Begin(trigger, ends), False)
+            ends = legal.joint_ends(system, world, link, trigger)
+            yield Edge(f"{trigger}({', '.join(ends)})", on.Begin(trigger, ends), False)
         ends = tuple(system.ends(world, system.spec.links[link]))
-        yield Edge("push", s.Act("push", ends), False)
+        yield Edge("push", on.Act("push", ends), False)
         pushing = tuple(n for n in ends if "push" in system.get(world, n).jobs)
         for ok in (True, False) if pushing else ():
-            yield Edge(f"pushed {ok}", s.Acted("push", pushing, ok), not ok)
-    yield from (Edge(f"commit({', '.join(g)})", s.Commit(g), False) for g in groups if g)
+            yield Edge(f"pushed {ok}", on.Acted("push", pushing, ok), not ok)
+    yield from (Edge(f"commit({', '.join(g)})", on.Commit(g), False) for g in groups if g)
     for name in system.names:
         worker, table = system.get(world, name), system.table(name)
         for edge in table.transitions:
             if edge.source == worker.state and edge.joint is None:
-                yield Edge(f"{name}: {edge.trigger}", s.Begin(edge.trigger, (name,)), False)
-        for action in (a for a in table.actions.values() if a.joint is None):
+                yield Edge(f"{name}: {edge.trigger}", on.Begin(edge.trigger, (name,)), False)
+        for action in (n for n, a in table.actions.items() if a.joint is None):
             if len(worker.jobs) < jobs:
-                yield Edge(f"{name}: {action.name}", s.Act(action.name, (name,)), False)
-            for ok in (True, False) if action.name in worker.jobs else ():
-                event = s.Acted(action.name, (name,), ok)
-                yield Edge(f"{name}: {action.name} ended {ok}", event, not ok)
-        yield from (Edge(f"{name}: sever", s.Sever(name, k), False) for k in system.links)
+                yield Edge(f"{name}: {action}", on.Act(action, (name,)), False)
+            for ok in (True, False) if action in worker.jobs else ():
+                event = on.Acted(action, (name,), ok)
+                yield Edge(f"{name}: {action} ended {ok}", event, not ok)
+        yield from (Edge(f"{name}: sever", on.Sever(name, k), False) for k in system.links)
         if worker.move is not None:
-            yield Edge(f"{name}: undo", s.Undo(name), True)
+            yield Edge(f"{name}: undo", on.Undo(name), True)
         if worker.live and (worker.state != State.DISCONNECTED or worker.move is not None):
-            yield Edge(f"{name}: died", s.Died(name), True)
+            yield Edge(f"{name}: died", on.Died(name), True)
             if system.names[name] is Role.ROLLOUT:
-                yield Edge(f"{name}: lost", s.Died(name, lost=True), True)
+                yield Edge(f"{name}: lost", on.Died(name, lost=True), True)
         if worker.undead:
-            yield Edge(f"{name}: confirmed dead", s.Confirmed(name), False)
+            yield Edge(f"{name}: confirmed dead", on.Confirmed(name), False)
         if not worker.live:
-            yield Edge(f"{name}: joined", s.Joined(name), True)
+            yield Edge(f"{name}: joined", on.Joined(name), True)
 
 
-def after(system: System, node: Node, event: s.Event, fine: bool) -> Iterator[Node]:
+def after(system: System, node: Node, event: on.Event, fine: bool) -> Iterator[Node]:
     """The nodes after an event: what was under way in who begins to fall may report late.
 
     Unless ``fine``, one worker's own move runs to its end at once.
     """
     world = s.advance(system, node.world, event)
-    if not fine and isinstance(event, s.Begin) and event.trigger not in ("connect", "disconnect"):
-        while due := [e for e in s.enabled(system, world) if e.worker in event.workers]:
-            world = s.advance(system, world, s.Done(due[0]))
-        world = s.advance(system, world, s.Commit(event.workers))
-    reported = event.effect if isinstance(event, (s.Done, s.Failed)) else None
+    if not fine and isinstance(event, on.Begin) and event.trigger not in ("connect", "disconnect"):
+        while due := [e for e in legal.enabled(system, world) if e.worker in event.workers]:
+            world = s.advance(system, world, on.Done(due[0]))
+        world = s.advance(system, world, on.Commit(event.workers))
+    reported = event.effect if isinstance(event, (on.Done, on.Failed)) else None
     dead = {n for n in system.names if system.get(world, n).move is None}
     late = frozenset(e for e in node.late if e != reported and e.worker not in dead)
     yield Node(world, late)
-    if not isinstance(event, (s.Died, s.Undo, s.Failed)):
+    if not isinstance(event, (on.Died, on.Undo, on.Failed)):
         return
     under_way = {
         e
-        for e in s.enabled(system, node.world)
+        for e in legal.enabled(system, node.world)
         if e != reported
-        and not s.falling(system, e.worker, system.get(node.world, e.worker))
-        and s.falling(system, e.worker, system.get(world, e.worker))
+        and not legal.falling(system, node.world, e.worker)
+        and legal.falling(system, world, e.worker)
     }
     for effect in sorted(under_way, key=str):
         yield Node(world, late | {effect})
@@ -164,7 +166,7 @@ def canonical(system: System, node: Node) -> Node:
 def broken(system: System, node: Node) -> str:
     """The first of the properties of `states/system.yaml` that a node violates."""
     world, resources = node.world, system.spec.system.resources
-    late = {e.worker: e.resource for e in node.late if e.op is s.Op.ACQUIRE}
+    late = {e.worker: e.resource for e in node.late if e.op is on.Op.ACQUIRE}
     for name in system.names:
         w, table = system.get(world, name), system.table(name)
         holds = frozenset(table.holds[w.state])
@@ -196,7 +198,7 @@ def broken(system: System, node: Node) -> str:
             for n in system.names
             if device in system.placement[n]
             for w in [system.get(world, n)]
-            for r in w.held | w.undead | ({late[n]} if n in late else set())
+            for r in w.held | (w.ghost if w.undead else set()) | ({late[n]} if n in late else set())
         ]
         if len([r for _, r in held if resources[r].exclusive]) > 1:
             return f"3: {held} on {device}"
@@ -205,9 +207,9 @@ def broken(system: System, node: Node) -> str:
     return ""
 
 
-def half_pushed(system: System, before: World, event: s.Event, world: World) -> str:
+def half_pushed(system: System, before: World, event: on.Event, world: World) -> str:
     """Property 6 where a push ends: a version only if every member was in it to the end."""
-    if not isinstance(event, s.Acted) or event.action != "push":
+    if not isinstance(event, on.Acted) or event.action != "push":
         return ""
     i = system.links["link"]
     whole = all("push" in system.get(before, n).jobs for n in before.links[i].members)
@@ -241,7 +243,7 @@ def explore(system: System, *, fine: bool = True, jobs: int = 1, limit: int = 40
             try:
                 successors = list(after(system, node, event, fine))
             except Refused as refused:
-                if isinstance(event, (s.Done, s.Failed)):
+                if isinstance(event, (on.Done, on.Failed)):
                     return failed(at, f"a due report is refused: {refused}", label)
                 continue
             result.labels.add(label)

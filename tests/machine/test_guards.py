@@ -45,23 +45,23 @@ def test_what_is_not_in_the_language_is_refused_with_its_column(
     text: str, column: int, reason: str
 ) -> None:
     with pytest.raises(SpecError) as error:
-        parse(text, "actor.yaml:7")
-    assert str(error.value).startswith("actor.yaml:7: ") and reason in str(error.value)
+        parse(text)
+    assert reason in str(error.value)
     assert f"(column {column} of `{text}`)" in str(error.value)
 
 
 def test_what_is_not_an_expression_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"actor.yaml:7: cannot read the guard `self.live ==`"):
-        parse("self.live ==", "actor.yaml:7")
+    with pytest.raises(SpecError, match=r"^cannot read the guard `self.live ==`"):
+        parse("self.live ==")
 
 
 @pytest.mark.parametrize("op", ["==", "<", "<=", ">", ">="])
 def test_no_version_is_equal_to_nothing_not_even_to_none(op: str) -> None:
-    assert not parse(f"self.version {op} actor.version", "x").holds(Fixed(), "rollout-0")
+    assert not parse(f"self.version {op} actor.version").holds(Fixed(), "rollout-0")
 
 
 def test_no_version_differs_from_everything() -> None:
-    assert parse("self.version != actor.version", "x").holds(Fixed(), "rollout-0")
+    assert parse("self.version != actor.version").holds(Fixed(), "rollout-0")
 
 
 @pytest.mark.parametrize(
@@ -84,27 +84,26 @@ def test_a_guard_has_the_value_of_what_it_reads(text: str, true: bool) -> None:
         actor_state="awake", actor_in_flight=0, actor_live=True, actor_epoch=3,
         rollout0_live=True, rollout1_live=False, rollout0_epoch=3, rollout1_epoch=3,
     )  # fmt: skip
-    assert parse(text, "x").holds(view, "actor") is true
+    assert parse(text).holds(view, "actor") is true
 
 
 def test_only_the_false_parts_are_explained_with_what_they_read() -> None:
-    guard = parse("self.in_flight == 0 and all(rollout.live) and fits(device)", "x")
+    guard = parse("self.in_flight == 0 and all(rollout.live) and fits(device)")
     view = Fixed(full=True, actor_in_flight=0, rollout0_live=True, rollout1_live=False)
     assert guard.explain(view, "actor") == [
-        "`all(rollout.live)` is false"
-        " (live rollout workers: 2, rollout-0.live=True, rollout-1.live=False)",
+        "`all(rollout.live)` is false (rollout-0.live=True, rollout-1.live=False)",
         "`fits(device)` is false (the device is full)",
     ]
 
 
 def test_a_condition_reads_facts_alone() -> None:
     facts = {"colocated": True, "critic": False}
-    assert constant("colocated and not critic", "x", facts)
+    assert constant("colocated and not critic", facts)
     for text in ("offloaded", "self.live", "fits(device)", "colocated == 1"):
-        with pytest.raises(SpecError, match=r"^x: "):
-            constant(text, "x", facts)
+        with pytest.raises(SpecError, match="column"):
+            constant(text, facts)
 
 
 def test_only_numbers_have_an_order() -> None:
     with pytest.raises(SpecError, match="only numbers have an order"):
-        parse("self.state < awake", "x").holds(Fixed(actor_state="awake"), "actor")
+        parse("self.state < awake").holds(Fixed(actor_state="awake"), "actor")

@@ -7,10 +7,12 @@ import time
 import pytest
 
 from fsm_trainer.machine.errors import Refused
-from fsm_trainer.machine.planner import Planner, plan_run
+from fsm_trainer.machine.events import Died
+from fsm_trainer.machine.planner import plan
 from fsm_trainer.machine.spec import load, schedules
-from fsm_trainer.machine.step import Died, advance
+from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.world import System
+from fsm_trainer.verify.run import plan_run
 
 BOTH = "(actor, rollout-0)"
 ROLLOUT = "(rollout-0)"
@@ -81,10 +83,10 @@ PLANS = {
 
 @pytest.mark.parametrize("schedule", schedules())
 def test_a_run_without_faults_does_what_is_written_here(schedule: str) -> None:
-    plan = plan_run(System.of(load(schedule), 1))
+    planned = plan_run(System.of(load(schedule), 1))
     found = {
         section: [" ".join([f"{phase}:", *map(str, moves)]) for phase, moves in phases]
-        for section, phases in plan.items()
+        for section, phases in planned.items()
     }
     assert found == PLANS[schedule]
 
@@ -98,16 +100,16 @@ def test_the_actor_wakes_once_in_a_steady_step(schedule: str) -> None:
 
 def test_the_plan_does_not_depend_on_how_many_rollout_workers_move_together() -> None:
     def names(rollouts: int) -> list[list[str]]:
-        plan = plan_run(System.of(load("disaggregated_critic"), rollouts))
-        return [[m.name for m in moves] for phases in plan.values() for _, moves in phases]
+        planned = plan_run(System.of(load("disaggregated_critic"), rollouts))
+        return [[m.name for m in moves] for phases in planned.values() for _, moves in phases]
 
     assert names(1) == names(3)
 
 
 def test_sixty_four_rollout_workers_are_planned_in_two_seconds() -> None:
     system = System.of(load("disaggregated"), 64)
-    planner, began = Planner(system), time.process_time()
-    moves = planner.plan(system.initial(), system.spec.phases["rollout"])
+    began = time.process_time()
+    moves = plan(system, system.initial(), system.spec.phases["rollout"])
     assert [m.name for m in moves] == ["start", "start", "wake", "wake", "connect", "push"]
     assert time.process_time() - began < 2
 
@@ -116,4 +118,4 @@ def test_without_a_rollout_worker_the_planner_is_stuck_and_says_why() -> None:
     system = System.of(load("disaggregated"), 1)
     world = advance(system, system.initial(), Died("rollout-0", lost=True))
     with pytest.raises(Refused, match="nobody is left who could generate"):
-        Planner(system).plan(world, system.spec.phases["rollout"])
+        plan(system, world, system.spec.phases["rollout"])

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsm_trainer.machine.errors import LeaseExpired, Refused
-from fsm_trainer.machine.names import LinkState, State
-from fsm_trainer.machine.planner import Move, Planner, apply, settle
-from fsm_trainer.machine.spec import load
-from fsm_trainer.machine.step import (
+from fsm_trainer.machine.events import (
     Act,
     Acted,
     Begin,
@@ -20,10 +17,12 @@ from fsm_trainer.machine.step import (
     Failed,
     Op,
     Sever,
-    advance,
-    enabled,
-    step,
 )
+from fsm_trainer.machine.legal import enabled
+from fsm_trainer.machine.names import LinkState, State
+from fsm_trainer.machine.planner import Move, apply, plan, settle
+from fsm_trainer.machine.spec import load
+from fsm_trainer.machine.step import advance, step
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, World
 
@@ -33,7 +32,7 @@ ENDS = ("actor", "rollout-0", "rollout-1")
 def at(schedule: str, phase: str) -> tuple[System, World]:
     system = System.of(load(schedule), 2)
     world = system.initial()
-    for move in Planner(system).plan(world, system.spec.phases[phase]):
+    for move in plan(system, world, system.spec.phases[phase]):
         world = apply(system, world, move)
     return system, world
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsm_trainer.machine import events as on
 from fsm_trainer.machine import step as s
 from fsm_trainer.machine.names import State
-from fsm_trainer.machine.planner import Move, Planner, actors_of, settle
+from fsm_trainer.machine.planner import Move, actors_of, plan, settle
 from fsm_trainer.machine.spec import load
 from fsm_trainer.machine.world import System
 
@@ -14,13 +15,13 @@ from fsm_trainer.machine.world import System
 class FakeRun:
     def __init__(self, schedule: str, rollouts: int = 2, ranks: dict[str, int] | None = None):
         self.system = System.of(load(schedule), rollouts)
-        self.world, self.planner = self.system.initial(), Planner(self.system)
+        self.world = self.system.initial()
         self.ranks, self.entries = ranks or {}, list[dict[str, Any]]()
 
     def state(self, name: str) -> State:
         return self.system.get(self.world, name).state
 
-    def apply(self, event: s.Event) -> None:
+    def apply(self, event: on.Event) -> None:
         self.world = s.advance(self.system, self.world, event)
 
     def record(
@@ -54,21 +55,21 @@ class FakeRun:
         if move.name == "push":
             self.act("push", move.workers)
             return
-        self.apply(s.Begin(move.name, move.workers))
+        self.apply(on.Begin(move.name, move.workers))
         self.world = settle(self.system, self.world)
         for name in move.workers:
             self.record(name, "transition", move.name, sources[name])
 
     def act(self, action: str, workers: tuple[str, ...], ok: bool = True) -> None:
-        self.apply(s.Act(action, workers))
+        self.apply(on.Act(action, workers))
         self.acted(action, workers, ok)
 
     def acted(self, action: str, workers: tuple[str, ...], ok: bool = True) -> None:
-        self.apply(s.Acted(action, workers, ok))
+        self.apply(on.Acted(action, workers, ok))
         for name in workers:
             self.record(name, "action", action, ok=ok)
 
-    def fault(self, name: str, trigger: str, event: s.Event) -> None:
+    def fault(self, name: str, trigger: str, event: on.Event) -> None:
         source = self.state(name)
         self.apply(event)
         self.record(name, "fault", trigger, source, ok=False)
@@ -82,12 +83,12 @@ class FakeRun:
 
     def sever(self, name: str) -> None:
         source = self.state(name)
-        self.apply(s.Sever(name, "link"))
+        self.apply(on.Sever(name, "link"))
         self.world = settle(self.system, self.world)
         self.record(name, "transition", "sever", source)
 
     def reach(self, phase: str) -> None:
-        for move in self.planner.plan(self.world, self.system.spec.phases[phase]):
+        for move in plan(self.system, self.world, self.system.spec.phases[phase]):
             self.move(move)
 
     def phase(self, name: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsm_trainer.machine import step as s
+from fsm_trainer.machine import events as on
+from fsm_trainer.machine import legal
 from fsm_trainer.machine.names import Trigger
 from fsm_trainer.machine.planner import Move, settle
 from fsm_trainer.machine.spec import load, schedules
@@ -161,7 +162,7 @@ def test_an_action_where_it_is_illegal_does_not_conform() -> None:
 def recovered(run: FakeRun, *dead: str) -> FakeRun:
     """What is left of a run after a fault: the dead are confirmed, and it goes on to its end."""
     for name in dead:
-        run.fault(name, "confirmed", s.Confirmed(name))
+        run.fault(name, "confirmed", on.Confirmed(name))
     for name in run.system.names:
         worker = run.system.get(run.world, name)
         if any(worker.epochs) and not run.system.lease(run.world, name, "link"):
@@ -174,8 +175,8 @@ def recovered(run: FakeRun, *dead: str) -> FakeRun:
 def died_in_a_push() -> FakeRun:
     run = FakeRun("disaggregated")
     run.reach("sync")
-    run.apply(s.Act("push", ("actor", "rollout-0", "rollout-1")))
-    run.fault("rollout-1", "died", s.Died("rollout-1"))
+    run.apply(on.Act("push", ("actor", "rollout-0", "rollout-1")))
+    run.fault("rollout-1", "died", on.Died("rollout-1"))
     run.acted("push", ("actor", "rollout-0"), ok=False)
     return recovered(run, "rollout-1")
 
@@ -184,7 +185,7 @@ def failed_push_then_death() -> FakeRun:
     run = FakeRun("disaggregated")
     run.reach("sync")
     run.act("push", ("actor", "rollout-0", "rollout-1"), ok=False)
-    run.fault("rollout-1", "lost", s.Died("rollout-1", lost=True))
+    run.fault("rollout-1", "lost", on.Died("rollout-1", lost=True))
     return recovered(run, "rollout-1")
 
 
@@ -196,16 +197,16 @@ def died_in_a_connect(*, released: bool = False) -> FakeRun:
         if move == "connect" and released:
             run.reach("policy")
         sources = {n: run.state(n) for n in ends}
-        run.apply(s.Begin(move, ends))
+        run.apply(on.Begin(move, ends))
         if move == "connect":
             break
         run.world = settle(run.system, run.world)
         for name in ends:
             run.record(name, "transition", move, sources[name])
     if released:
-        due = [e for e in s.enabled(run.system, run.world) if e.worker == "actor"]
-        run.apply(s.Done(due[0]))
-    run.fault("rollout-0", "died", s.Died("rollout-0"))
+        due = [e for e in legal.enabled(run.system, run.world) if e.worker == "actor"]
+        run.apply(on.Done(due[0]))
+    run.fault("rollout-0", "died", on.Died("rollout-0"))
     run.fallen("connect", ("actor", "rollout-1"))
     return recovered(run, "rollout-0")
 
@@ -213,9 +214,9 @@ def died_in_a_connect(*, released: bool = False) -> FakeRun:
 def died_in_a_disconnect(schedule: str) -> FakeRun:
     run = FakeRun(schedule)
     run.reach("sync")
-    run.apply(s.Begin("disconnect", ("actor", "rollout-0", "rollout-1")))
-    run.apply(s.Done(s.enabled(run.system, run.world)[0]))
-    run.fault("rollout-0", "died", s.Died("rollout-0"))
+    run.apply(on.Begin("disconnect", ("actor", "rollout-0", "rollout-1")))
+    run.apply(on.Done(legal.enabled(run.system, run.world)[0]))
+    run.fault("rollout-0", "died", on.Died("rollout-0"))
     run.fallen("disconnect", ("actor", "rollout-1"))
     return recovered(run, "rollout-0")
 
@@ -225,9 +226,9 @@ def failed_connect() -> FakeRun:
     run.reach("sync")
     ends = ("actor", "rollout-0", "rollout-1")
     run.move(Move("disconnect", ends))
-    run.apply(s.Begin("connect", ends))
-    due = next(e for e in s.enabled(run.system, run.world) if e.worker == "rollout-1")
-    run.apply(s.Failed(due))
+    run.apply(on.Begin("connect", ends))
+    due = next(e for e in legal.enabled(run.system, run.world) if e.worker == "rollout-1")
+    run.apply(on.Failed(due))
     run.fallen("connect", ends)
     return recovered(run)
 
@@ -235,9 +236,9 @@ def failed_connect() -> FakeRun:
 def failed_wake() -> FakeRun:
     run = FakeRun("disaggregated_critic")
     run.move(Move("start", ("actor",)))
-    run.apply(s.Begin("wake", ("actor",)))
-    run.apply(s.Done(s.enabled(run.system, run.world)[0]))
-    run.apply(s.Failed(s.enabled(run.system, run.world)[0]))
+    run.apply(on.Begin("wake", ("actor",)))
+    run.apply(on.Done(legal.enabled(run.system, run.world)[0]))
+    run.apply(on.Failed(legal.enabled(run.system, run.world)[0]))
     run.fallen("wake", ("actor",))
     return recovered(run)
 
@@ -246,8 +247,8 @@ def actor_died_while_they_generate() -> FakeRun:
     run = FakeRun("disaggregated_critic")
     run.reach("rollout")
     for name in ("rollout-0", "rollout-1"):
-        run.apply(s.Act("generate", (name,)))
-    run.fault("actor", "died", s.Died("actor"))
+        run.apply(on.Act("generate", (name,)))
+    run.fault("actor", "died", on.Died("actor"))
     run.acted("generate", ("rollout-0",))
     run.acted("generate", ("rollout-1",), ok=False)
     return recovered(run, "actor")
@@ -256,10 +257,10 @@ def actor_died_while_they_generate() -> FakeRun:
 def lost_and_joined() -> FakeRun:
     run = FakeRun("disaggregated_critic")
     run.reach("rollout")
-    run.fault("rollout-1", "lost", s.Died("rollout-1", lost=True))
-    run.fault("rollout-1", "confirmed", s.Confirmed("rollout-1"))
+    run.fault("rollout-1", "lost", on.Died("rollout-1", lost=True))
+    run.fault("rollout-1", "confirmed", on.Confirmed("rollout-1"))
     run.phase("rollout")
-    run.fault("rollout-1", "joined", s.Joined("rollout-1"))
+    run.fault("rollout-1", "joined", on.Joined("rollout-1"))
     return recovered(run)
 
 

@@ -86,11 +86,9 @@ def movers_of(system: System, world: World, link: str) -> list[str]:
 
 def joint_ends(system: System, world: World, link: str, trigger: str) -> tuple[str, ...]:
     """Who must move together: every live end to open a link, whoever still holds it to close it."""
-    ends = system.ends(world, system.spec.links[link])
-    i = system.links[link]
-    if trigger == Trigger.DISCONNECT:
-        ends = [n for n in ends if system.get(world, n).epochs[i]]
-    return tuple(n for n in ends if system.within(n))
+    i, closes = system.links[link], trigger == Trigger.DISCONNECT
+    ends = [n for n in system.ends(world, system.spec.links[link]) if system.within(n)]
+    return tuple(n for n in ends if not closes or system.get(world, n).epochs[i])
 
 
 def refusals(system: System, world: World, trigger: str, name: str) -> list[str]:

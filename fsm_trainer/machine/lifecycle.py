@@ -85,18 +85,14 @@ class Lifecycle:
         self.system = replace(system, scope=frozenset({name}))
         self._resources, self._kill, self._observe = dict(resources), kill, observe
         self._lock = threading.RLock()
-        self._world = system.initial()
-        self._dispatch = Dispatch(table)
-
-    @property
-    def world(self) -> World:
+        self.world = system.initial()
         """The world as this worker knows it; its own part is the truth, the rest it was told."""
-        return self._world
+        self._dispatch = Dispatch(table)
 
     @property
     def worker(self) -> Worker:
         """This worker's part of the world."""
-        return self.system.get(self._world, self.name)
+        return self.system.get(self.world, self.name)
 
     @property
     def state(self) -> State:
@@ -111,10 +107,10 @@ class Lifecycle:
         """
         with self._lock:
             for name, i in self.system.links.items():
-                known, told = self._world.links[i].epoch, world.links[i].epoch
+                known, told = self.world.links[i].epoch, world.links[i].epoch
                 if told < known:
                     raise LeaseExpired(name, told, f"{self.name} has seen epoch {known}")
-            self._world = self.system.put(world, self.name, self.worker)
+            self.world = self.system.put(world, self.name, self.worker)
 
     def trigger(self, name: str, *, epoch: int = 0, version: Version | None = None) -> Worker:
         """Run a whole transition.
@@ -162,7 +158,7 @@ class Lifecycle:
         with self._lock:
             if self.worker.move is None:
                 return self.worker  # a failed release ended it already
-            if not legal.falling(self.system, self._world, self.name):
+            if not legal.falling(self.system, self.world, self.name):
                 self._apply(on.Undo(self.name))
         return self._fallen()
 
@@ -199,14 +195,14 @@ class Lifecycle:
         with self._lock:
             if world is not None:
                 self.tell(world)
-            before, self._world = self.worker, advance(self.system, self._world, event)
+            before, self.world = self.worker, advance(self.system, self.world, event)
             return before
 
     def _run(self, op: Op) -> Report:
         done: list[Effect] = []
         while True:
             with self._lock:
-                due = [e for e in legal.enabled(self.system, self._world) if e.op is op]
+                due = [e for e in legal.enabled(self.system, self.world) if e.op is op]
             if not due:
                 return Report(self.worker, tuple(done))
             effect, resource = due[0], self._resources[due[0].resource]

@@ -64,12 +64,10 @@ def unmet(system: System, world: World, phase: Phase) -> list[str]:
     because = []
     for name, role in system.names.items():
         worker = system.get(world, name)
-        if not worker.live:
-            continue
-        if worker.move is not None:
+        if worker.live and worker.move is not None:
             because.append(f"{name} is in the middle of {worker.move}")
         wanted = phase.wants.get(role)
-        if wanted is not None and worker.state not in wanted:
+        if worker.live and wanted is not None and worker.state not in wanted:
             because.append(f"{name} is {worker.state}, wanted {' or '.join(sorted(wanted))}")
     if phase.action is not None:
         names = actors_of(system, world, phase.action)

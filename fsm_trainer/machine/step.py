@@ -33,10 +33,8 @@ from fsm_trainer.machine.spec import Transition
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 
-Effects = tuple[Effect, ...]
 
-
-def step(system: System, world: World, event: on.Event) -> tuple[World, Effects]:
+def step(system: System, world: World, event: on.Event) -> tuple[World, tuple[Effect, ...]]:
     """The world after ``event``, and the effects that it newly allows.
 
     Raises:
@@ -44,7 +42,7 @@ def step(system: System, world: World, event: on.Event) -> tuple[World, Effects]
         LeaseExpired: the event speaks of an epoch that has ended.
     """
     before, after = set(legal.enabled(system, world)), advance(system, world, event)
-    kill: Effects = ()
+    kill: tuple[Effect, ...] = ()
     match event:
         case on.Died(worker=name) | on.Failed(effect=Effect(worker=name, op=Op.RELEASE)):
             kill = (Effect(name, Op.KILL),)
@@ -120,8 +118,7 @@ def _open(system: System, world: World, event: on.Begin, link: str) -> World:
 def _close(system: System, world: World, link: str) -> World:
     """A link whose last end has left is down."""
     i = system.links[link]
-    held = any(w.epochs[i] for w in world.workers)
-    if held or world.links[i].state == LinkState.OPENING:
+    if world.links[i].state == LinkState.OPENING or any(w.epochs[i] for w in world.workers):
         return world
     return _link_moves(system, world, link, "close", members=frozenset())
 
@@ -151,9 +148,8 @@ def _expected(system: System, world: World, effect: Effect) -> None:
     name, resource = effect.worker, effect.resource
     worker, due = system.get(world, name), legal.due(system, world, name, {})
     late = worker.held if effect.op is Op.RELEASE else worker.ghost - worker.held
-    if system.within(name) and due == effect:
-        return
-    if legal.falling(system, world, name) and resource in late:
+    fell = legal.falling(system, world, name) and resource in late
+    if fell or (due == effect and system.within(name)):
         return
     if effect.epoch and world.links[system.links[resource]].epoch != effect.epoch:
         epoch = world.links[system.links[resource]].epoch
@@ -204,10 +200,9 @@ def _commit(system: System, world: World, event: on.Commit) -> World:
     opened = {}
     for name in event.workers:
         worker, todo = system.get(world, name), legal.next_effect(system, world, name)
-        if worker.dest is None:
-            _refuse(system, world, name, "commit", "it is in no transition")
-        if todo is not None:
-            _refuse(system, world, name, "commit", f"not all effects are done: next is {todo}")
+        if worker.dest is None or todo is not None:
+            why = f"not all effects are done: next is {todo}" if todo else "it is in no transition"
+            _refuse(system, world, name, "commit", why)
         link = legal.joint_of(system, world, name)
         if link is not None and worker.dest == State.CONNECTED != worker.state:
             opened[link] = {n for n in legal.movers_of(system, world, link) if system.within(n)}

@@ -93,11 +93,8 @@ class System:
     @classmethod
     def of(cls, spec: Spec, rollouts: int) -> System:
         """One worker for each role of the schedule, and several rollout workers."""
-        names: dict[str, Role] = {
-            str(role): role for role in spec.roles if role is not Role.ROLLOUT
-        }
-        names |= {f"rollout-{i}": Role.ROLLOUT for i in range(rollouts)}
-        return cls(spec, names)
+        several = {Role.ROLLOUT: [f"rollout-{i}" for i in range(rollouts)]}
+        return cls(spec, {name: r for r in spec.roles for name in several.get(r, [str(r)])})
 
     def initial(self) -> World:
         """Everybody disconnected, every link down."""

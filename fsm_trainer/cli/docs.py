@@ -22,12 +22,12 @@ from pydantic_core import to_json
 from fsm_trainer.cli.tables import DEFAULT_SCHEDULE, LINK, STEADY, machine, mermaid
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
-from fsm_trainer.machine.planner import plan_run
 from fsm_trainer.machine.spec import Spec, load, schedules
 from fsm_trainer.machine.world import System
 from fsm_trainer.runtime.config import RunConfig
 from fsm_trainer.runtime.journal import Entry
 from fsm_trainer.runtime.metrics import MetricsRow
+from fsm_trainer.verify.run import plan_run
 
 BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -81,8 +81,8 @@ def _role(spec: Spec, name: str) -> str:
         [t.trigger, t.source, t.dest, _code(t.guard.text), t.joint or ""] for t in role.transitions
     ]
     work = [
-        [a.name, ", ".join(sorted(a.needs)), _code(a.guard.text), a.joint or ""]
-        for a in role.actions.values()
+        [name, ", ".join(sorted(a.needs)), _code(a.guard.text), a.joint or ""]
+        for name, a in role.actions.items()
     ]
     return "\n\n".join([
         table(["state", "holds"], [[s, ", ".join(held) or "nothing"] for s, held in holds.items()]),

@@ -21,7 +21,7 @@ from fsm_trainer.cli.shell import (
 )
 from fsm_trainer.cli.tables import DEFAULT_SCHEDULE
 from fsm_trainer.document import Document
-from fsm_trainer.machine.errors import ConfigError, JournalError, Refused
+from fsm_trainer.machine.errors import ConfigError, Refused
 from fsm_trainer.machine.events import Act, Begin, Done
 from fsm_trainer.machine.legal import action_refusals, enabled, joint_ends, refusals
 from fsm_trainer.machine.names import LinkState, Role, State, Trigger
@@ -30,7 +30,7 @@ from fsm_trainer.machine.spec import Phase, Spec, load
 from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import Link, System, Worker, World
-from fsm_trainer.runtime.journal import Entry, read_journal
+from fsm_trainer.runtime.journal import Entry, JournalError, read_journal
 from fsm_trainer.verify.conformance import check_journal
 
 JOURNAL = "journal.jsonl"

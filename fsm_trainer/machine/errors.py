@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 
@@ -108,11 +107,3 @@ class SelfCheckFailed(FsmError):
 
 class WorkerLost(FsmError):
     """Raised when a worker's process is gone or does not answer, and could not be replaced."""
-
-
-class JournalError(FsmError):
-    """Raised when a journal holds what isn't a record; ``line`` is None if it can't be read."""
-
-    def __init__(self, path: Path, line: int | None, reason: str) -> None:
-        self.path, self.line, self.reason = path, line, reason
-        super().__init__(f"{path}: {reason}" if line is None else f"{path}:{line}: {reason}")

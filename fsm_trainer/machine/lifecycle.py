@@ -23,6 +23,8 @@ from fsm_trainer.machine.dispatch import Dispatch
 from fsm_trainer.machine.errors import EffectFailed, LeaseExpired, Refused
 from fsm_trainer.machine.events import Effect, Op
 from fsm_trainer.machine.names import State, Trigger
+from fsm_trainer.machine.planner import plan
+from fsm_trainer.machine.spec import Phase
 from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
@@ -173,6 +175,20 @@ class Lifecycle:
     def peer_died(self, peer: str) -> None:
         """Learn that another worker's process is dead: leases that it was a member of end now."""
         self._apply(on.Died(peer))
+
+    def reach(self, state: State) -> Worker:
+        """Go to a state by the shortest legal way; does nothing in the state itself.
+
+        Raises:
+            Refused: no sequence of this worker's own triggers leads there.
+            EffectFailed: an effect failed; the worker is where the error says.
+        """
+        role = self.system.names[self.name]
+        phase = Phase(f"reach {state}", {role: frozenset({state})}, None)
+        here = World((self.worker,), self.world.links, self.world.lineage)
+        for move in plan(System(self.system.spec, {self.name: role}), here, phase):
+            self.trigger(move.name)
+        return self.worker
 
     @contextmanager
     def action(self, name: str, world: World | None = None) -> Iterator[Worker]:

@@ -258,16 +258,14 @@ def _acted(system: System, world: World, event: on.Acted) -> World:
     # still good afterwards.
     leased = link is None or all(system.lease(world, n, link) for n in names)
     complete = event.ok and leased and len(names) == len(event.workers)
-    brought = None
-    if link is not None and complete:
-        hub = system.spec.links[link].hub
-        brought = next(system.get(world, n).version for n, r in system.names.items() if r == hub)
+    hub = system.spec.links[link].hub if link is not None and complete else None
+    versions = [system.get(world, n).version for n, role in system.names.items() if role == hub]
     for name in names:
         worker = system.get(world, name)
         jobs, version = list(worker.jobs), worker.version
         jobs.remove(action)
         if link is not None and system.names[name] == system.spec.links[link].spokes:
-            version = brought
+            version = versions[0] if versions else None
         elif version is not None and event.ok and system.table(name).actions[action].updates:
             version = Version(version.lineage, version.number + 1)
         world = system.put(world, name, worker._replace(jobs=tuple(jobs), version=version))

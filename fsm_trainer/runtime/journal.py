@@ -16,9 +16,17 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fsm_trainer.machine.errors import JournalError
+from fsm_trainer.machine.errors import FsmError
 
 FORMAT: Literal[1] = 1
+
+
+class JournalError(FsmError):
+    """Raised when a journal holds what isn't a record; ``line`` is None if it can't be read."""
+
+    def __init__(self, path: Path, line: int | None, reason: str) -> None:
+        self.path, self.line, self.reason = path, line, reason
+        super().__init__(f"{path}: {reason}" if line is None else f"{path}:{line}: {reason}")
 
 
 class Kind(StrEnum):

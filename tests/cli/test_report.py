@@ -14,8 +14,8 @@ import pytest
 from fsm_trainer.cli.charts import Lane, Series, Span, lanes, line_chart, stacked_bars
 from fsm_trainer.cli.report import build_lanes, load_run, write_report
 from fsm_trainer.cli.svg import state_diagram_mermaid, state_diagram_svg
-from fsm_trainer.machine.errors import DataError, JournalError
-from fsm_trainer.runtime.journal import Journal, Kind, read_journal
+from fsm_trainer.machine.errors import DataError
+from fsm_trainer.runtime.journal import Journal, JournalError, Kind, read_journal
 from fsm_trainer.runtime.metrics import MetricsWriter, Stage
 
 HOLDS: dict[str, list[str]] = {

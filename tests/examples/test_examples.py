@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from fsm_trainer.machine.names import Trigger
-from fsm_trainer.machine.planner import plan_run
 from fsm_trainer.machine.spec import schedules
 from fsm_trainer.runtime.config import Run, load_config
 from fsm_trainer.runtime.journal import Kind, read_journal
 from fsm_trainer.runtime.metrics import MetricsRow, Stage, read_metrics
 from fsm_trainer.verify.conformance import check_journal
+from fsm_trainer.verify.run import plan_run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

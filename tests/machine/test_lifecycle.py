@@ -137,6 +137,16 @@ def test_a_failed_release_kills_and_leaves_nothing_on_the_ledger() -> None:
     assert (bench.records[-1].name, bench.records[-1].ok) == ("fail", False)
 
 
+def test_reach_goes_the_shortest_way_and_does_nothing_twice() -> None:
+    bench = Bench()
+    bench.worker.reach(State.AWAKE)
+    done = len(bench.log)
+    assert bench.worker.reach(State.AWAKE).state == State.AWAKE
+    assert len(bench.log) == done
+    bench.worker.reach(State.DISCONNECTED)
+    assert [r.name for r in bench.records] == ["start", "wake", "sleep", "stop"]
+
+
 def test_an_action_is_counted_in_flight_and_told_even_if_its_body_fails() -> None:
     bench = Bench()
     bench.awake()

@@ -11,9 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from fsm_trainer.machine.errors import JournalError
 from fsm_trainer.runtime import journal as module
-from fsm_trainer.runtime.journal import Entry, Journal, Kind, read_journal
+from fsm_trainer.runtime.journal import Entry, Journal, JournalError, Kind, read_journal
 
 SCHEMA = Path(module.__file__).parent / "schemas" / "journal.schema.json"
 

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from fsm_trainer.machine.names import Role, Trigger
-from fsm_trainer.machine.planner import plan_run
 from fsm_trainer.machine.spec import load
 from fsm_trainer.machine.world import System
 from fsm_trainer.runtime.journal import Entry, Kind
+from fsm_trainer.verify.run import plan_run
 from tests.runs.training import SMALL, Trained, leftovers, resume, running, trace, train
 
 SCHEDULES = {

@@ -73,6 +73,11 @@ class _Process:
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._host, method)(*arguments)
 
+    def deal(self, method: str, *arguments: Any) -> Any:
+        """As `call`, for several payloads; Ray takes a single one as it is, not in a list."""
+        parts = self.call(method, *arguments)
+        return parts[0] if len(parts) == 1 else parts
+
     def act(self, action: str, world: World, *arguments: Any) -> Any:
         # Ray resolves references only where they are arguments of their own.
         return self._host.act(action, world, arguments)
@@ -171,8 +176,12 @@ class Cluster:
     def spread(self, name: str, method: str, *arguments: Any, returns: int) -> list[Any]:
         """Call a method that gives several payloads; references to them come back at once."""
         actor = self._handles[name].actor
-        refs = actor.call.options(num_returns=returns).remote(method, *arguments)
+        refs = actor.deal.options(num_returns=returns).remote(method, *arguments)
         return list(refs) if returns > 1 else [refs]
+
+    def payload(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a method that gives one payload; the reference to it comes back at once."""
+        return self._handles[name].actor.call.remote(method, *arguments)
 
     async def outcome(self, name: str, method: str, *arguments: Any, seconds: float) -> Outcome:
         """Call a method that gives a payload and a value; the payload stays where it is."""

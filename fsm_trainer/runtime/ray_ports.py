@@ -168,7 +168,7 @@ class RayData:
 
     async def warmup_pairs(self) -> Any:
         """A reference to prompts and answers in tokens."""
-        return self._cluster.spread(self.name, "warmup_pairs", returns=1)[0]
+        return self._cluster.payload(self.name, "warmup_pairs")
 
     async def model(self) -> Path:
         """The folder of the run's model."""

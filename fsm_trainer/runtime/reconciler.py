@@ -29,13 +29,14 @@ from fsm_trainer.machine.events import (
     Confirmed,
     Died,
     Done,
+    Effect,
     Event,
     Failed,
     Op,
     Sever,
     Undo,
 )
-from fsm_trainer.machine.legal import next_effect
+from fsm_trainer.machine.legal import enabled, falling, next_effect
 from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.names import LinkState, Role, State, Trigger
 from fsm_trainer.machine.planner import Move, plan, unmet
@@ -197,27 +198,34 @@ class Reconciler:
         self, results: Mapping[str, Report | BaseException]
     ) -> dict[str, BaseException]:
         """Apply what the workers report; gives what failed, by worker."""
-        failed: dict[str, BaseException] = {}
-        for name, result in results.items():
-            if isinstance(result, BaseException):
-                failed[name] = result
-                continue
-            if self._worker(name).move is None:
-                continue  # it was declared dead meanwhile
-            for effect in result.done:
-                self._apply(Done(effect))
-            if result.failed is None:
-                continue
+        failed = {n: r for n, r in results.items() if isinstance(r, BaseException)}
+        reports = {n: r for n, r in results.items() if isinstance(r, Report)}
+        self._done(
+            {n: list(r.done) for n, r in reports.items() if self._worker(n).move is not None}
+        )
+        for name, result in reports.items():
+            if result.failed is None or self._worker(name).move is None:
+                continue  # all went well, or it was declared dead meanwhile
             story = f"{result.failed} failed: {result.error}"
             if result.failed.op is Op.RELEASE:
                 await self._declare_dead(name, story)
                 failed[name] = WorkerLost(f"{name}: {story}; nobody knows what it still holds")
             else:
                 trigger = str(self._worker(name).move)
-                self._apply(Failed(result.failed))
+                if not falling(self.system, self.world, name):
+                    self._apply(Failed(result.failed))
                 state = self._worker(name).dest or self._worker(name).state
                 failed[name] = EffectFailed(name, trigger, str(result.failed), result.error, state)
         return failed
+
+    def _done(self, effects: dict[str, list[Effect]]) -> None:
+        """Apply what was done in an order that is legal: the link comes last on every end."""
+        while waiting := [n for n, done in effects.items() if done]:
+            now = enabled(self.system, self.world)
+            due = [n for n in waiting if effects[n][0] in now]
+            # Where none is due, the first one's refusal says why.
+            for name in due or waiting[:1]:
+                self._apply(Done(effects[name].pop(0)))
 
     async def _undo(self, name: str) -> None:
         worker = self._worker(name)

@@ -60,11 +60,14 @@ def test_every_schedule_has_an_example() -> None:
     assert {load_config(path).spec.name for path in EXAMPLES} == set(schedules())
 
 
-@pytest.mark.parametrize("name", ["quickstart", "grpo"])
-def test_an_example_runs_and_does_what_its_plan_says(name: str, tmp_path: Path) -> None:
-    run = load_config(ROOT / "examples" / f"{name}.yaml", SHORT)
+@pytest.mark.parametrize(("name", "workers"), [("quickstart", 2), ("grpo", 1), ("colocated", 2)])
+def test_an_example_runs_and_does_what_its_plan_says(
+    name: str, workers: int, tmp_path: Path
+) -> None:
+    settings = (*SHORT, f"rollout.workers={workers}")
+    run = load_config(ROOT / "examples" / f"{name}.yaml", settings)
 
-    rows = train(name, tmp_path / "run", *SHORT)
+    rows = train(name, tmp_path / "run", *settings)
 
     assert [row.stage for row in rows] == [Stage.START, Stage.WARMUP, None, None, Stage.END]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]

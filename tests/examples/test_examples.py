@@ -7,6 +7,8 @@ import runpy
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,10 @@ from fsm_trainer.verify.run import plan_run
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 STEPS = 2
-SHORT = (f"steps={STEPS}", "warmup.steps=10", "evaluation.every=0", "data.evaluation_limit=32")
+SHORT = (f"steps={STEPS}", "warmup.steps=100", "evaluation.every=0", "data.evaluation_limit=32")
+COLOCATED = "colocated"
+WORKERS = {"quickstart": 2, "grpo": 1, COLOCATED: 2}
+"""The rollout workers with which an example is run in short."""
 
 
 def train(name: str, out: Path, *settings: str, seconds: float = 240) -> list[MetricsRow]:
@@ -60,21 +65,44 @@ def test_every_schedule_has_an_example() -> None:
     assert {load_config(path).spec.name for path in EXAMPLES} == set(schedules())
 
 
-@pytest.mark.parametrize(("name", "workers"), [("quickstart", 2), ("grpo", 1), ("colocated", 2)])
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Run, Path]]:
+    """Run an example in short, once for all tests: what it was to do, and its folder."""
+
+    @cache
+    def run(name: str) -> tuple[Run, Path]:
+        settings = (*SHORT, f"rollout.workers={WORKERS[name]}")
+        folder = tmp_path_factory.mktemp(name) / "run"
+        train(name, folder, *settings)
+        return load_config(ROOT / "examples" / f"{name}.yaml", settings), folder
+
+    return run
+
+
+@pytest.mark.parametrize("name", WORKERS)
 def test_an_example_runs_and_does_what_its_plan_says(
-    name: str, workers: int, tmp_path: Path
+    short: Callable[[str], tuple[Run, Path]], name: str
 ) -> None:
-    settings = (*SHORT, f"rollout.workers={workers}")
-    run = load_config(ROOT / "examples" / f"{name}.yaml", settings)
-
-    rows = train(name, tmp_path / "run", *settings)
-
-    assert [row.stage for row in rows] == [Stage.START, Stage.WARMUP, None, None, Stage.END]
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
-    entries = read_journal(tmp_path / "run" / "journal.jsonl")
+    run, folder = short(name)
+    stages = [row.stage for row in read_metrics(folder / "metrics.jsonl")]
+    assert stages == [Stage.START, Stage.WARMUP, None, None, Stage.END]
+    assert json.loads((folder / "run.json").read_text())["finished"]
+    entries = read_journal(folder / "journal.jsonl")
     taken = Counter((e.worker, e.trigger) for e in entries if e.kind is Kind.TRANSITION)
     assert taken == planned(run)
     assert check_journal([entry.model_dump() for entry in entries], run.spec) is None
+
+
+def test_the_schedule_changes_nothing_of_what_is_learned(
+    short: Callable[[str], tuple[Run, Path]],
+) -> None:
+    apart, together = (
+        [(row.step, row.train_reward, row.train_kl, row.eval_reward) for row in rows]
+        for rows in (read_metrics(short(n)[1] / "metrics.jsonl") for n in ("quickstart", COLOCATED))
+    )
+    assert apart == together
+    _, reward, kl, _ = apart[3]
+    assert reward and kl  # the second step's: something was learned in the first
 
 
 @pytest.mark.nightly

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ import structlog
 from fsm_trainer.algorithms.config import PPOConfig
 from fsm_trainer.data.dump import dump_path
 from fsm_trainer.data.seeds import derive
-from fsm_trainer.machine.errors import DataError, SelfCheckFailed
+from fsm_trainer.machine.errors import ActionFailed, DataError, SelfCheckFailed, WorkerLost
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.planner import actors_of
 from fsm_trainer.machine.version import Version
@@ -26,7 +26,7 @@ from fsm_trainer.runtime.checkpoints import Checkpoints, Position
 from fsm_trainer.runtime.config import Only, Run
 from fsm_trainer.runtime.metrics import MetricsWriter, Stage
 from fsm_trainer.runtime.port import Outcome
-from fsm_trainer.runtime.reconciler import Reconciler, TrainerLost, shares
+from fsm_trainer.runtime.reconciler import ATTEMPTS, Reconciler, TrainerLost
 
 log = structlog.get_logger(__name__)
 
@@ -76,6 +76,7 @@ class Progress:
     tokens: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
+    shards: list[Any] = field(default_factory=list)
     batch: Any = None
     advantages: Any = None
 
@@ -197,9 +198,19 @@ class Driver:
 
     async def _phase(self, name: str) -> None:
         phase, began = self.spec.phases[name], time.monotonic()
-        await self.reconciler.reach(phase)
-        if phase.action is not None:
-            await self._actions[phase.action]()
+        for attempt in range(1, ATTEMPTS + 1):
+            await self.reconciler.reach(phase)
+            try:
+                if phase.action is not None:
+                    await self._actions[phase.action]()
+                break
+            except TrainerLost:
+                raise
+            except (WorkerLost, ActionFailed) as error:
+                repeatable = isinstance(error, WorkerLost) or phase.action == "push"
+                if not repeatable or attempt == ATTEMPTS:
+                    raise
+                log.warning("the phase begins again", phase=name, error=str(error))
         spent = self.progress.phases
         spent[name] = spent.get(name, 0.0) + time.monotonic() - began
         self.told(self.progress, name)
@@ -209,10 +220,13 @@ class Driver:
 
     async def _generate(self) -> None:
         rollout, names = self.config.rollout, self._names("generate")
-        shards = await self.data.draw(rollout.prompts, rollout.copies, len(names))
+        if len(self.progress.shards) != len(names):  # else a phase that begins again
+            shards = await self.data.draw(rollout.prompts, rollout.copies, len(names))
+            self.progress.shards = shards
+        shards = self.progress.shards
         temperature = self.config.algorithm.temperature
         seed = derive(self.config.seed, "rollout", self.progress.step)
-        results = await self.reconciler.act("generate", shares(names, shards, temperature, seed))
+        results = await self.reconciler.act("generate", _shares(names, shards, temperature, seed))
         scored = await self.data.score([results[n].payload for n in names])
         self.progress.tokens += sum(results[n].value for n in names)
         self._take(scored)
@@ -237,7 +251,7 @@ class Driver:
         temperature = self.config.evaluation.temperature
         sets = await self.data.evaluation(len(names))
         for kind, shards in sets.items():
-            arguments = shares(names, shards, temperature, seed)
+            arguments = _shares(names, shards, temperature, seed)
             results = await self.reconciler.act("evaluate", arguments)
             scored = await self.data.score([results[n].payload for n in names])
             numbers |= {f"eval/{kind}/{k}": v for k, v in scored.value.items() if k != "count"}
@@ -344,3 +358,8 @@ class Driver:
 KL_TOLERANCE = 1e-6
 """Two forward passes of the same fp32 weights in the same batches: equal up to nothing; bf16 too,
 because both passes round alike."""
+
+
+def _shares(names: Sequence[str], parts: Sequence[Any], *more: Any) -> dict[str, tuple[Any, ...]]:
+    """Arguments for workers: each gets its part, and all get ``more``."""
+    return {name: (part, *more) for name, part in zip(names, parts, strict=True)}

@@ -21,16 +21,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fsm_trainer.groups.rendezvous import Rendezvous
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
+from fsm_trainer.machine.world import World
 from fsm_trainer.runtime.checkpoints import Checkpoints
 from fsm_trainer.runtime.cluster import Cluster, Recipe
 from fsm_trainer.runtime.config import RoleConfig, Run
 from fsm_trainer.runtime.driver import Driver
 from fsm_trainer.runtime.driver import Progress as StepProgress
-from fsm_trainer.runtime.journal import Journal
+from fsm_trainer.runtime.journal import Journal, read_journal
 from fsm_trainer.runtime.logs import Logs
 from fsm_trainer.runtime.metrics import MetricsWriter, Sink, TensorBoard, WeightsAndBiases
 from fsm_trainer.runtime.ray_ports import RayData, RayPort
 from fsm_trainer.runtime.reconciler import Reconciler
+from fsm_trainer.verify.conformance import replay
 from fsm_trainer.workers.host import Place
 
 log = structlog.get_logger(__name__)
@@ -70,6 +72,7 @@ class _Launch:
         self.run_config, self.folder, self.console = run, folder, console
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, run.config.checkpoint.keep)
         self.position = self.checkpoints.latest() if resume else None
+        self.left: World | None = None
         if resume and self.position is None:
             raise ConfigError(f"--resume {folder}: there is no complete checkpoint in it")
 
@@ -79,15 +82,20 @@ class _Launch:
         for number in (signal.SIGINT, signal.SIGTERM):
             if task is not None:
                 loop.add_signal_handler(number, task.cancel)
-        with self._metrics() as metrics, Journal(self._journal_path()) as journal:
+        path = self.folder / JOURNAL
+        self.left = self._left(path) if self.position is not None and path.exists() else None
+        with self._metrics() as metrics, Journal(path) as journal:
             await self._with_cluster(metrics, journal)
 
-    def _journal_path(self) -> Path:
-        """A resumed run begins a journal of its own, since all its workers start anew."""
-        path = self.folder / JOURNAL
-        if self.position is not None and path.exists():
-            path.rename(self.folder / f"journal-{int(time.time())}.jsonl")
-        return path
+    def _left(self, path: Path) -> World | None:
+        """The world that the run had when it ended; a journal that doesn't say is set aside."""
+        entries = [entry.model_dump(mode="json") for entry in read_journal(path)]
+        world = replay(entries, self.run_config.system)
+        if world is None:
+            aside = path.with_name(f"journal-{int(time.time())}.jsonl")
+            log.warning("the journal does not lead on, a new one begins", aside=str(aside))
+            path.rename(aside)
+        return world
 
     @contextmanager
     def _metrics(self) -> Iterator[MetricsWriter]:
@@ -216,6 +224,8 @@ class _Launch:
         reconciler = Reconciler(run.system, ports, journal, rendezvous.revoke)
         with _bar(self.console, run.config.steps) as told:
             driver = Driver(run, self.folder, reconciler, data, metrics, self.checkpoints, told)
+            if self.left is not None:
+                reconciler.take_over(self.left)
             if self.position is not None:
                 await driver.restore(self.position)
             await driver.train()

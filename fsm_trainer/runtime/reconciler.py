@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import structlog
@@ -70,10 +70,9 @@ class Reconciler:
         journal: Journal,
         revoke: Callable[[str, int, str], None],
         push: Callable[[], Awaitable[None]] | None = None,
-        world: World | None = None,
     ) -> None:
         self.system, self.ports, self.journal = system, ports, journal
-        self.world = world or system.initial()
+        self.world = system.initial()
         self.push = push
         self.start_version: Version | None = None
         """What ``start`` restores the hub's weights to, after a checkpoint."""
@@ -81,6 +80,18 @@ class Reconciler:
         self._generation = 0
         self._dead: dict[str, str] = {}
         """Why each worker was declared dead that has no new process yet."""
+
+    def take_over(self, world: World) -> None:
+        """Go on from the world that an earlier process of the run left: its workers are dead."""
+        self.world = world
+        for name in self.system.names:
+            source = self._worker(name).state
+            if self._worker(name) != self.system.initial().workers[0]:
+                self._apply(Died(name))
+                self._record(name, Kind.FAULT, "died", source, time.monotonic(), "a resumed run")
+                self._apply(Confirmed(name))
+                disconnected = State.DISCONNECTED
+                self._record(name, Kind.FAULT, "confirmed", disconnected, time.monotonic(), None)
 
     async def reach(self, phase: Phase) -> None:
         """Go where the phase's wants hold and its action is legal.
@@ -133,6 +144,9 @@ class Reconciler:
             for name in alive:
                 error = self._story(failed.get(name) or next(iter(failed.values()), None), ok)
                 self._record(name, Kind.ACTION, action, self._worker(name).state, began, error)
+        if joint and failed and not any(isinstance(e, WorkerLost) for e in failed.values()):
+            # What its ends may still wait on was revoked: the next attempt has a new epoch.
+            await self._transition(Trigger.DISCONNECT, names)
         self._raise(action, failed)
         return {n: r for n, r in results.items() if isinstance(r, Outcome)}
 
@@ -387,8 +401,3 @@ def _problem(task: asyncio.Future[Any]) -> BaseException | str | None:
         return error
     result = task.result()
     return result.error if isinstance(result, Report) and result.failed is not None else None
-
-
-def shares(names: Sequence[str], parts: Sequence[Any], *more: Any) -> dict[str, tuple[Any, ...]]:
-    """Arguments for workers: each gets its part, and all get ``more``."""
-    return {name: (part, *more) for name, part in zip(names, parts, strict=True)}

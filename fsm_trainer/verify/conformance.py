@@ -33,7 +33,7 @@ from fsm_trainer.machine.names import Role, State, Trigger
 from fsm_trainer.machine.spec import Spec
 from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.version import Version
-from fsm_trainer.machine.world import System, Worker
+from fsm_trainer.machine.world import System, Worker, World
 
 Entry = Mapping[str, Any]
 
@@ -108,6 +108,21 @@ def check_journal(
     return None
 
 
+def replay(entries: Iterable[Entry], system: System) -> World | None:
+    """The world that the journal of a run leads to, wherever the run was killed.
+
+    None if it doesn't conform, or ends between the records of a joint transition.
+    """
+    rows: list[Row] = []
+    replayed = _Replay(system, rows)
+    try:
+        _collect(list(entries), rows)
+        replayed.run(prefix=True)
+    except _Wrong:
+        return None
+    return None if replayed.cut else replayed.world
+
+
 def _collect(journal: Sequence[Entry], rows: list[Row]) -> None:
     """Check numbering, time and ranks, and give one row for the ranks of a worker together."""
     ranks: dict[str, int] = {}
@@ -164,6 +179,7 @@ def _compose(spec: Spec, rows: Sequence[Row]) -> System:
 class _Replay:
     def __init__(self, system: System, rows: Sequence[Row]) -> None:
         self.system, self.rows, self.world = system, rows, system.initial()
+        self.cut = False
 
     def run(self, prefix: bool) -> None:
         at = 0
@@ -171,6 +187,7 @@ class _Replay:
             while at < len(self.rows):
                 at += self.record(at)
         except _Cut:
+            self.cut = True
             if prefix:
                 return
             row = self.rows[-1]

@@ -85,13 +85,12 @@ class Reconciler:
         """Go on from the world that an earlier process of the run left: its workers are dead."""
         self.world = world
         for name in self.system.names:
-            source = self._worker(name).state
+            source, now = self._worker(name).state, time.monotonic()
             if self._worker(name) != self.system.initial().workers[0]:
                 self._apply(Died(name))
-                self._record(name, Kind.FAULT, "died", source, time.monotonic(), "a resumed run")
+                self._record(name, Kind.FAULT, "died", source, now, "the run was resumed")
                 self._apply(Confirmed(name))
-                disconnected = State.DISCONNECTED
-                self._record(name, Kind.FAULT, "confirmed", disconnected, time.monotonic(), None)
+                self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, now, None)
 
     async def reach(self, phase: Phase) -> None:
         """Go where the phase's wants hold and its action is legal.
@@ -242,9 +241,7 @@ class Reconciler:
                 self._apply(Done(effects[name].pop(0)))
 
     async def _undo(self, name: str) -> None:
-        worker = self._worker(name)
-        edge = self.system.table(name).edge(str(worker.move), worker.state)
-        if edge is not None and worker.dest == edge.dest:
+        if not falling(self.system, self.world, name):
             self._apply(Undo(name))
         await self._follow(name, (await self._gather({name: self.ports[name].undo()}))[name])
 

@@ -113,11 +113,14 @@ class Batcher:
     ) -> list[Trajectory]:
         """Run the hook for every sample; trajectories come in the order of the samples."""
         self._running = len(samples)
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._one(hook, context, sample))
-                for context, sample in zip(contexts, samples, strict=True)
-            ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._one(hook, context, sample))
+                    for context, sample in zip(contexts, samples, strict=True)
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first one has cancelled the others
         return [trajectory for task in tasks for trajectory in task.result()]
 
     async def _one(self, hook: Hook, context: Context, sample: Sample) -> list[Trajectory]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsm_trainer.machine.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 POSITION = "position.json"
 
 
@@ -23,10 +23,6 @@ class Position:
     """The last step that is in it."""
     number: int
     """Of the actor's version."""
-    lineage: int
-    """Of the actor's version; a run that goes on from here begins a new one."""
-    epochs: tuple[int, ...]
-    """The last epoch of each link: they only grow, also over a resume."""
     data: dict[str, Any]
     """The position in the data."""
 
@@ -68,7 +64,7 @@ class Checkpoints:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content.pop("format") != FORMAT:
                 raise DataError(f"{path}: written by another version of this program")
-            return Position(**{**content, "epochs": tuple(content["epochs"])})
+            return Position(**content)
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{path}: damaged ({error}); remove its folder") from error
 

@@ -169,6 +169,9 @@ class Checks:
             remedy = "Fewer devices, 0 for the CPU, or name a cluster in cluster.address."
             raise self.fail("cluster.gpus", gpus, f"this machine has {here}", remedy)
         device = config.rollout.engine.device
+        if gpus and device.partition(":")[0] != "cuda":
+            problem = f"the run has devices (cluster.gpus: {gpus}), and NCCL links them"
+            raise self.fail("rollout.engine.device", device, problem, "Write cuda.")
         if not gpus and device != "cpu":
             problem = "the run has no devices (cluster.gpus: 0)"
             raise self.fail(

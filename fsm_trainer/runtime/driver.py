@@ -18,7 +18,13 @@ import structlog
 from fsm_trainer.algorithms.config import PPOConfig
 from fsm_trainer.data.dump import dump_path
 from fsm_trainer.data.seeds import derive
-from fsm_trainer.machine.errors import ActionFailed, DataError, SelfCheckFailed, WorkerLost
+from fsm_trainer.machine.errors import (
+    ActionFailed,
+    DataError,
+    EffectFailed,
+    SelfCheckFailed,
+    WorkerLost,
+)
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.planner import actors_of
 from fsm_trainer.machine.version import Version
@@ -121,17 +127,22 @@ class Driver:
         Raises:
             TrainerLost: an actor or critic died and there is no checkpoint to go back to.
         """
-        step = self.first_step
+        step, reached, losses = self.first_step, 0, 0
         if step == 1:
             await self._sequence(self.spec.schedule.prologue)
-        while step <= self.config.steps:
+        while True:
             try:
-                await self._step(step)
-                step += 1
+                while step <= self.config.steps:
+                    await self._step(step)
+                    step += 1
+                self.progress = Progress(self.config.steps, Stage.END)
+                return await self._sequence(self.spec.schedule.epilogue)
             except TrainerLost as error:
+                losses = losses + 1 if step <= reached else 1
+                reached = max(reached, step)
+                if losses >= ATTEMPTS:
+                    raise
                 step = await self._rewind(error)
-        self.progress = Progress(self.config.steps, Stage.END)
-        await self._sequence(self.spec.schedule.epilogue)
 
     async def _rewind(self, error: TrainerLost) -> int:
         """Go back to the last checkpoint; gives the step to go on with."""
@@ -206,7 +217,7 @@ class Driver:
                 break
             except TrainerLost:
                 raise
-            except (WorkerLost, ActionFailed) as error:
+            except (WorkerLost, ActionFailed, EffectFailed) as error:
                 repeatable = isinstance(error, WorkerLost) or phase.action == "push"
                 if not repeatable or attempt == ATTEMPTS:
                     raise
@@ -306,9 +317,9 @@ class Driver:
 
     async def push(self) -> None:
         """Push the actor's weights to all rollout workers; the first is verified bit by bit."""
-        ports = self.reconciler.ports
         if self._manifest is None:
-            self._manifest = await ports["actor"].call("manifest", self.config.link.bucket_bytes)
+            size = self.config.link.bucket_bytes
+            self._manifest = await self.reconciler.call("actor", "manifest", size)
         version = self.reconciler.system.get(self.reconciler.world, "actor").version
         sinks = [n for n in self._names("push") if n != "actor"]
         arguments: dict[str, tuple[Any, ...]] = {"actor": (self._manifest, version)}
@@ -322,10 +333,9 @@ class Driver:
 
     async def _verify(self, sinks: list[str]) -> None:
         """The engines began from zeros; what they hold now must be the actor's bytes."""
-        ports = self.reconciler.ports
-        expected = await ports["actor"].call("checksums")
+        expected = await self.reconciler.call("actor", "checksums")
         for name in sinks:
-            found = await ports[name].call("checksums")
+            found = await self.reconciler.call(name, "checksums")
             wrong = [tensor for tensor in found if found[tensor] != expected.get(tensor)]
             if wrong or not found:
                 raise SelfCheckFailed(
@@ -335,8 +345,8 @@ class Driver:
         log.info("the push is bit-exact", tensors=len(expected), engines=len(sinks))
 
     def _due(self) -> bool:
-        if self.run.only is Only.ROLLOUT:
-            return False
+        if self.run.only is Only.ROLLOUT or self._critic_warms(self.progress.step):
+            return False  # no actor was trained that one could go back to
         every, step = self.config.checkpoint.every, self.progress.step
         return step == self.config.steps or bool(every and step % every == 0)
 
@@ -349,10 +359,8 @@ class Driver:
         if not self._due():
             return
         version = self.reconciler.system.get(self.reconciler.world, "actor").version
-        number, lineage = (version.number, version.lineage) if version else (0, 0)
-        epochs = tuple(link.epoch for link in self.reconciler.world.links)
-        data = await self.data.state()
-        self.checkpoints.complete(Position(step, number, lineage, epochs, data))
+        number = version.number if version else 0
+        self.checkpoints.complete(Position(step, number, await self.data.state()))
 
 
 KL_TOLERANCE = 1e-6

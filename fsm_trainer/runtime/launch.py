@@ -63,8 +63,7 @@ def _prepare(run: Run, folder: Path, resume: bool) -> None:
             f"--resume {folder}"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        (folder / CONFIG).write_text(yaml.safe_dump(run.document, sort_keys=False))
+    (folder / CONFIG).write_text(yaml.safe_dump(run.document, sort_keys=False))
 
 
 class _Launch:
@@ -241,7 +240,8 @@ class _Layout:
         trainers, engines = config.actor.ranks, run.engines
         self._colocated = bool(run.spec.schedule.facts.get("colocated"))
         slots = max(trainers, engines) if self._colocated else trainers + engines
-        self.gpus = _floor(min(config.cluster.gpus / slots, 1.0))
+        gpus = config.cluster.gpus
+        self.gpus = _floor(1 / math.ceil(slots / gpus)) if gpus else 0.0
         tenants = len(run.spec.roles)
         bundle = {"CPU": float(tenants), **({"GPU": self.gpus} if self.gpus else {})}
         self.bundles = [dict(bundle) for _ in range(slots)] + [{"CPU": 1.0}]

@@ -24,8 +24,8 @@ class Outcome(NamedTuple):
 class WorkerPort(Protocol):
     """One worker, all its ranks together; calls are answered for the whole worker.
 
-    Every method raises WorkerLost when a process of the worker is gone, DeadlineExceeded when it
-    does not answer in time, and what the worker itself raised.
+    Every method raises WorkerLost when a process of the worker is gone or does not answer in time,
+    and what the worker itself raised.
     """
 
     @property
@@ -60,7 +60,7 @@ class WorkerPort(Protocol):
         ...
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call one of rank 0's own methods while it works or not."""
+        """Call one of the hosts' own methods on all ranks; rank 0's value counts."""
         ...
 
     async def died(self, peer: str) -> None:

@@ -17,6 +17,7 @@ import structlog
 from fsm_trainer.machine.errors import (
     ActionFailed,
     EffectFailed,
+    EngineFailed,
     FsmError,
     Refused,
     WorkerLost,
@@ -31,7 +32,6 @@ from fsm_trainer.machine.events import (
     Done,
     Effect,
     Event,
-    Failed,
     Op,
     Sever,
     Undo,
@@ -50,10 +50,11 @@ from fsm_trainer.runtime.port import Outcome, WorkerPort
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-ATTEMPTS = 4
-"""How often a phase is planned anew after failures before the run ends with the last error."""
-BACK_OFF = 0.5
-"""Seconds before the second attempt; doubled for each further one."""
+ATTEMPTS, BACK_OFF = 4, 0.5
+"""How often a phase is tried before the run ends with the last error, and the seconds before the
+second attempt; they double with each further one."""
+LOST = (WorkerLost, EngineFailed)
+"""What tells that a worker is gone: its own process, or the engine's that it stands for."""
 
 
 class TrainerLost(WorkerLost):
@@ -101,19 +102,18 @@ class Reconciler:
         """
         failures = 0
         while True:
-            await self._recover()
-            if not unmet(self.system, self.world, phase):
-                return
-            move = plan(self.system, self.world, phase)[0]
             try:
-                await self._move(move)
+                await self._recover()
+                if not unmet(self.system, self.world, phase):
+                    return
+                await self._move(plan(self.system, self.world, phase)[0])
             except TrainerLost:
                 raise
             except (EffectFailed, ActionFailed, WorkerLost) as error:
                 failures += 1
                 if failures >= ATTEMPTS:
                     raise
-                log.warning("planning again", phase=phase.name, move=str(move), error=str(error))
+                log.warning("planning again", phase=phase.name, error=str(error))
                 await asyncio.sleep(BACK_OFF * 2 ** (failures - 1))
 
     async def act(
@@ -141,13 +141,19 @@ class Reconciler:
             alive = tuple(n for n in group if action in self._worker(n).jobs)
             self._apply(Acted(action, group, ok and len(alive) == len(group)))
             for name in alive:
-                error = self._story(failed.get(name) or next(iter(failed.values()), None), ok)
+                error = None if ok else failed.get(name) or next(iter(failed.values()), None)
                 self._record(name, Kind.ACTION, action, self._worker(name).state, began, error)
-        if joint and failed and not any(isinstance(e, WorkerLost) for e in failed.values()):
+        if joint and failed and not any(isinstance(e, LOST) for e in failed.values()):
             # What its ends may still wait on was revoked: the next attempt has a new epoch.
             await self._transition(Trigger.DISCONNECT, names)
         self._raise(action, failed)
         return {n: r for n, r in results.items() if isinstance(r, Outcome)}
+
+    async def call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call one of a worker's own methods; a death in it is noticed as everywhere."""
+        told = await self._gather({name: self.ports[name].call(method, *arguments)})
+        self._raise(method, {n: r for n, r in told.items() if isinstance(r, BaseException)})
+        return told[name]
 
     async def _move(self, move: Move) -> None:
         if move.name in list(Trigger):
@@ -178,7 +184,7 @@ class Reconciler:
         for name in undone:
             await self._undo(name)
         for name in [n for n in undone if n not in self._dead]:
-            error = self._story(failed.get(name) or next(iter(failed.values())), False)
+            error = failed.get(name) or next(iter(failed.values()))
             self._record(name, Kind.TRANSITION, trigger, sources[name], began, error)
         if done:
             self._apply(Commit(done))
@@ -193,8 +199,7 @@ class Reconciler:
         worker = self._worker(name)
         if not self._is_hub(name) or worker.move != Trigger.START:
             return None
-        number = worker.version.number if worker.version else 0
-        return Version(self.world.lineage + 1, number)
+        return Version(self.world.lineage + 1, worker.version.number if worker.version else 0)
 
     def _trains(self, name: str) -> bool:
         return self.system.names[name] is not Role.ROLLOUT
@@ -213,9 +218,8 @@ class Reconciler:
         """Apply what the workers report; gives what failed, by worker."""
         failed = {n: r for n, r in results.items() if isinstance(r, BaseException)}
         reports = {n: r for n, r in results.items() if isinstance(r, Report)}
-        self._done(
-            {n: list(r.done) for n, r in reports.items() if self._worker(n).move is not None}
-        )
+        moving = [n for n in reports if self._worker(n).move is not None]
+        self._done({n: list(reports[n].done) for n in moving})
         for name, result in reports.items():
             if result.failed is None or self._worker(name).move is None:
                 continue  # all went well, or it was declared dead meanwhile
@@ -224,10 +228,9 @@ class Reconciler:
                 await self._declare_dead(name, story)
                 failed[name] = WorkerLost(f"{name}: {story}; nobody knows what it still holds")
             else:
-                trigger = str(self._worker(name).move)
+                trigger, state = str(self._worker(name).move), result.worker.state
                 if not falling(self.system, self.world, name):
-                    self._apply(Failed(result.failed))
-                state = self._worker(name).dest or self._worker(name).state
+                    self._apply(Undo(name))
                 failed[name] = EffectFailed(name, trigger, str(result.failed), result.error, state)
         return failed
 
@@ -251,7 +254,7 @@ class Reconciler:
             return
         dest = self._worker(name).dest
         if not isinstance(told, Worker) or told.state != dest:
-            found = told.state if isinstance(told, Worker) else self._story(told, False)
+            found = told.state if isinstance(told, Worker) else told
             await self._declare_dead(name, f"it did not come back to {dest}: {found}")
             return
         while (effect := next_effect(self.system, self.world, name)) is not None:
@@ -290,7 +293,10 @@ class Reconciler:
         self._apply(Confirmed(name))
         self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, time.monotonic(), None)
         del self._dead[name]
-        await self.ports[name].respawn()
+        told = (await self._gather({name: self.ports[name].respawn()}))[name]
+        if isinstance(told, BaseException):
+            await self._declare_dead(name, str(told))
+            raise told
 
     async def _gather(self, calls: Mapping[str, Awaitable[T]]) -> dict[str, T | BaseException]:
         """Await all; as soon as one fails, end what the others may wait for."""
@@ -313,7 +319,7 @@ class Reconciler:
     async def _broken(
         self, name: str, error: BaseException | str, others: Collection[object]
     ) -> None:
-        if isinstance(error, WorkerLost):
+        if isinstance(error, LOST):
             await self._declare_dead(name, str(error))
         elif others:
             for link, i in self.system.links.items():
@@ -347,21 +353,14 @@ class Reconciler:
         return self.system.get(self.world, name)
 
     def _raise(self, what: str, failed: Mapping[str, BaseException]) -> None:
-        if not failed:
-            return
-        name, error = next(iter(failed.items()))
-        lost = [(n, e) for n, e in failed.items() if isinstance(e, WorkerLost)]
+        lost = [(n, e) for n, e in failed.items() if isinstance(e, LOST)]
         for dead, cause in sorted(lost, key=lambda item: not self._trains(item[0])):
             kind = TrainerLost if self._trains(dead) else WorkerLost
             raise kind(f"{dead} was lost during {what!r}: {cause}") from cause
-        if isinstance(error, Refused | EffectFailed):
+        for name, error in failed.items():
+            if isinstance(error, FsmError) and not isinstance(error, Refused | EffectFailed):
+                raise ActionFailed(f"{name}: {what} failed: {error}") from error
             raise error
-        if isinstance(error, FsmError):
-            raise ActionFailed(f"{name}: {what} failed: {error}") from error
-        raise error
-
-    def _story(self, error: BaseException | None, ok: bool) -> str | None:
-        return None if ok or error is None else f"{type(error).__name__}: {error}"
 
     def _record(
         self,
@@ -370,10 +369,11 @@ class Reconciler:
         trigger: str,
         source: State,
         began: float,
-        error: str | None,
+        error: BaseException | str | None,
     ) -> None:
         worker = self._worker(name)
-        epoch = max(worker.epochs, default=0)
+        if isinstance(error, BaseException):
+            error = f"{type(error).__name__}: {error}"
         for rank in range(self.ports[name].ranks):
             self.journal.record(
                 worker=name,
@@ -383,7 +383,7 @@ class Reconciler:
                 trigger=str(trigger),
                 source=str(source),
                 dest=str(worker.state),
-                epoch=epoch,
+                epoch=max(worker.epochs, default=0),
                 version=str(worker.version) if worker.version else None,
                 seconds=round(time.monotonic() - began, 6),
                 ok=error is None,

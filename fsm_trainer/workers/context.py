@@ -142,7 +142,12 @@ class Batcher:
             raise DataError(f"{request.id}: a hook awaits one completion at a time")
         self._waiting[order] = (request, future)
         self._flush()
-        return await future
+        try:
+            return await future
+        finally:
+            waiting = self._waiting.get(order)
+            if waiting is not None and waiting[1] is future:
+                del self._waiting[order]  # given up before it was sent
 
     def _flush(self) -> None:
         if self._waiting and len(self._waiting) == self._running:

@@ -109,8 +109,10 @@ class Host:
 
     def died(self, peer: str) -> None:
         """Learn that a peer's process is dead; leases that it was a member of end at once."""
+        member = any(peer in link.members for link in self.lifecycle.world.links)
         self.lifecycle.peer_died(peer)
-        self.revoke(f"{peer} died")
+        if member:
+            self.revoke(f"{peer} died")
 
     def revoke(self, why: str) -> None:
         """Make every lease worthless at once, so that nothing waits on it; any thread."""

@@ -139,14 +139,17 @@ class ActorHost(TrainerHost):
         """Send the weights; gives bytes and seconds."""
         weights = self.trainer.named_weights()
         lease = self._lease
-        if self.place.rank > 0:
-            for _ in weights:  # ranks gather shards together
+        sent = (0, 0.0)
+        try:
+            if self.place.rank == 0:
+                if lease is None:
+                    raise LeaseExpired("link", 0, "it was given up before the push began")
+                report = self._sender.send(lease, weights, manifest, version=version)
+                sent = (report.bytes, report.seconds)
+        finally:
+            for _ in weights:  # ranks gather shards together, to the end
                 pass
-            return None, (0, 0.0)
-        if lease is None:
-            raise LeaseExpired("link", 0, "it was given up before the push began")
-        report = self._sender.send(lease, weights, manifest, version=version)
-        return None, (report.bytes, report.seconds)
+        return None, sent
 
     def do_warm_up(
         self, pairs: Sequence[tuple[list[int], list[int]]], config: WarmupConfig, folder: Path

@@ -18,7 +18,7 @@ STOP = "{trigger: stop, from: sleeping, to: disconnected, guard: self.in_flight 
 SLEEP = "{trigger: sleep, from: awake, to: sleeping, guard: self.in_flight == 0}"
 
 MISTAKES = [
-    ("actor.yaml", "sleeping: [bank]", "sleeping: [bnak]", "unknown resource 'bnak'"),
+    ("actor.yaml", "sleeping: [bank]", "sleeping: [lnik]", "unknown resource 'lnik'"),
     ("actor.yaml", "sleeping: [bank]", "sleeping: [bank, train_groups]", "may not hold"),
     ("actor.yaml", "sleeping: [bank]", "sleeping: [weights]", "without any of"),
     ("actor.yaml", "disconnected: []", "disconnected: [bank]", "holds nothing"),
@@ -33,8 +33,8 @@ MISTAKES = [
     ("actor.yaml", "self.in_flight == 0 and self.lease}", "self.flight == 0}",
      "unknown attribute `flight`"),
     ("actor.yaml", "joint: link", "joint: lnik", "unknown link 'lnik'"),
-    ("actor.yaml", "needs: [bank]", "needs: [bank, kv]", "no state holds all of"),
-    ("actor.yaml", "needs: [bank]", "needs: [bnak]", "unknown resource 'bnak'"),
+    ("actor.yaml", "needs: [weights, link]", "needs: [weights, link, kv]", "no state holds all of"),
+    ("actor.yaml", "needs: [weights, link]", "needs: [weights, lnik]", "unknown resource 'lnik'"),
     ("actor.yaml", "actions:", "acts:", "acts"),
     ("actor.yaml", "role: actor", "role: actress", "role"),
     ("actor.yaml", "role: actor", "role: actor\nrole: actor", "the key 'role' stands"),

@@ -165,9 +165,10 @@ class Driver:
 
     async def _sequence(self, phases: tuple[str, ...]) -> None:
         for phase in self.run.phases(phases):
-            if phase == "warm_up":
+            action = self.spec.phases[phase].action
+            if action == "warm_up":
                 self.progress.stage = Stage.WARMUP
-            elif phase == "evaluate" and self.progress.stage in self._evaluated:
+            elif action == "evaluate" and self.progress.stage in self._evaluated:
                 continue
             await self._phase(phase)
 

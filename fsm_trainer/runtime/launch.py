@@ -174,7 +174,6 @@ class _Launch:
             link_timeout=config.link.timeout,
             backend="nccl" if config.cluster.gpus else "gloo",
             scratch=self.folder / "scratch" / process,
-            run_dir=self.folder,
         )
         bundle, gpus = layout.place(name, role, rank)
         if role is Role.ROLLOUT:

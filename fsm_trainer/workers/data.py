@@ -82,10 +82,6 @@ class DataHost:
         """Go on where a checkpoint was."""
         self._source.restore(state)
 
-    def close(self) -> None:
-        """End the reward processes."""
-        self._rewards.close()
-
 
 def _deal(groups: Sequence[Sequence[Sample]], shards: int) -> list[list[Sample]]:
     size, extra = divmod(len(groups), shards)

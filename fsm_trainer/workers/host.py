@@ -8,6 +8,7 @@ while they run.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,6 @@ class Place:
     """Of links: ``gloo`` or ``nccl``."""
     scratch: Path
     """A folder that this process may fill and that nobody else touches."""
-    run_dir: Path
 
     def membership(self, world: World, effect: Effect) -> Membership:
         """This worker's place in the epoch of the link that ``effect`` opens."""
@@ -66,7 +66,7 @@ class Status(NamedTuple):
     resident_bytes: int
 
 
-class Host:
+class Host(ABC):
     """One process of one worker."""
 
     def __init__(self, place: Place) -> None:
@@ -74,9 +74,9 @@ class Host:
         self.generation = 0
         self.lifecycle = Lifecycle(place.system, place.name, self.resources())
 
+    @abstractmethod
     def resources(self) -> Mapping[str, Resource]:
         """The resources of this worker's role by name."""
-        raise NotImplementedError
 
     def begin(
         self, trigger: str, epoch: int, version: Version | None, world: World, generation: int
@@ -114,6 +114,7 @@ class Host:
         if member:
             self.revoke(f"{peer} died")
 
+    @abstractmethod
     def revoke(self, why: str) -> None:
         """Make every lease worthless at once, so that nothing waits on it; any thread."""
 
@@ -122,9 +123,6 @@ class Host:
         from fsm_trainer.groups.lease import registered_groups
 
         return Status(os.getpid(), self.lifecycle.worker, registered_groups(), resident_bytes())
-
-    def close(self) -> None:
-        """End what the process started; it is about to exit."""
 
 
 def resident_bytes() -> int:

@@ -59,10 +59,6 @@ class RolloutHost(Host):
         """End the engine's lease; a push that waits on it raises."""
         self.engine.revoke()
 
-    def close(self) -> None:
-        """End the engine's process."""
-        self.engine.stop()
-
     def status(self) -> Status:
         """How this process and its engine's stand."""
         status = super().status()

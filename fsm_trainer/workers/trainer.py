@@ -89,6 +89,9 @@ class CriticHost(TrainerHost):
 
     head = "value"
 
+    def revoke(self, why: str) -> None:
+        """A critic on the actor's devices has no link."""
+
     def do_values(
         self, trajectories: Sequence[Trajectory], config: PPOConfig, step: int
     ) -> tuple[Advantages, dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Mapping
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -63,10 +64,12 @@ class Replica:
         """Receive every bucket straight into the weights; see `sync.push.Receiver`."""
         targets = _tensors(self.model)
 
-        def load(name: str, tensor: torch.Tensor) -> None:
+        def load(bucket: Mapping[str, torch.Tensor]) -> None:
             # The manifest fits `specs`: a name that isn't there is tied to one that is.
-            if name in targets:
-                targets[name].detach().copy_(tensor)
+            here = [name for name in bucket if name in targets]
+            if here:
+                into = [targets[name].detach() for name in here]
+                torch._foreach_copy_(into, [bucket[name] for name in here])
 
         self._receiver.receive(lease, manifest, load)
 

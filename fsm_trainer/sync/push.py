@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,6 +43,10 @@ _WINDOW = 4096
 _STRIDE = 256 * _WINDOW
 # After each bucket's bytes: its index and its length.
 _TRAILER = 16
+
+
+Views = Mapping[str, torch.Tensor]
+Load = Callable[[Views], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +140,11 @@ class Receiver:
     def __init__(self) -> None:
         self._buffers = _Buffers()
 
-    def receive(
-        self, lease: Lease, manifest: Manifest, load: Callable[[str, torch.Tensor], None]
-    ) -> PushReport:
-        """Receive one push and hand each tensor to ``load``, tied names too.
+    def receive(self, lease: Lease, manifest: Manifest, load: Load) -> PushReport:
+        """Receive one push and hand it to ``load`` bucket by bucket, tied names too.
 
-        The tensor is a view of a bucket on the lease's device: ``load`` copies it, and keeps no
-        reference. Raises what ``load`` raised (after the push has ended in good order),
+        The tensors are views of the bucket on the lease's device: ``load`` copies them, and keeps
+        no reference. Raises what ``load`` raised (after the push has ended in good order),
         ManifestMismatch (other manifest, nothing was received), SelfCheckFailed, ActionFailed
         (another receiver failed), PeerLost, LeaseExpired.
         """
@@ -158,7 +160,7 @@ class Receiver:
         return PushReport(manifest.bytes, seconds, len(manifest.buckets), Version(*version))
 
     def _buckets(
-        self, lease: Lease, manifest: Manifest, load: Callable[[str, torch.Tensor], None]
+        self, lease: Lease, manifest: Manifest, load: Load
     ) -> tuple[bytes, Exception | None]:
         checksum, error = _Checksum(manifest.bytes), None
         tied: dict[str, list[str]] = {}
@@ -170,9 +172,7 @@ class Receiver:
                 # The sender can't be stopped: stay in step, and tell it at the end.
                 continue
             try:
-                for slot in bucket.slots:
-                    for name in (slot.spec.name, *tied.get(slot.spec.name, ())):
-                        load(name, _view(flat, slot))
+                load(_views(flat, bucket, tied))
             except Exception as raised:
                 error = raised
         return checksum.value(), error
@@ -209,6 +209,14 @@ def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     spec = slot.spec
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return flat[slot.offset : slot.offset + spec.bytes].view(dtype).view(spec.shape)
+
+
+def _views(flat: torch.Tensor, bucket: Bucket, tied: Mapping[str, list[str]]) -> Views:
+    views = {}
+    for slot in bucket.slots:
+        view = _view(flat, slot)
+        views.update(dict.fromkeys((slot.spec.name, *tied.get(slot.spec.name, ())), view))
+    return views
 
 
 def _trailer(index: int, bucket: Bucket) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,8 +62,9 @@ def receive(held: Held, named: Weights, bucket: int = BUCKET) -> Any:
     """Receive into zeros of the shapes of ``named``."""
     into = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
 
-    def load(name: str, tensor: torch.Tensor) -> None:
-        into[name].copy_(tensor)
+    def load(bucket: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in bucket.items():
+            into[name].copy_(tensor)
 
     manifest = manifest_of(named, bucket)
     report = held.setdefault("receiver", Receiver()).receive(held["lease"], manifest, load)
@@ -73,9 +74,9 @@ def receive(held: Held, named: Weights, bucket: int = BUCKET) -> Any:
 def receive_in_vain(held: Held, named: Weights, at: str) -> Any:
     """Fail to load one tensor."""
 
-    def load(name: str, tensor: torch.Tensor) -> None:
-        if name == at:
-            raise ValueError(f"no room for {name}")
+    def load(bucket: Mapping[str, torch.Tensor]) -> None:
+        if at in bucket:
+            raise ValueError(f"no room for {at}")
 
     held.setdefault("receiver", Receiver()).receive(held["lease"], manifest_of(named), load)
 
@@ -84,17 +85,15 @@ def receive_nothing_expected(held: Held, named: Weights) -> Any:
     """Receive under a manifest; says how many tensors were loaded before the error."""
     loaded: list[str] = []
     try:
-        Receiver().receive(
-            held["lease"], manifest_of(named), lambda name, tensor: loaded.append(name)
-        )
+        Receiver().receive(held["lease"], manifest_of(named), loaded.extend)
     except Exception as error:
         return type(error).__name__, str(error), loaded
     return "no error", "", loaded
 
 
 def receive_and_die(held: Held, named: Weights, at: str, bucket: int) -> None:
-    def load(name: str, tensor: torch.Tensor) -> None:
-        if name == at:
+    def load(bucket: Mapping[str, torch.Tensor]) -> None:
+        if at in bucket:
             os.kill(os.getpid(), 9)
 
     Receiver().receive(held["lease"], manifest_of(named, bucket), load)
@@ -115,7 +114,7 @@ def receive_another_bit(held: Held, named: Weights) -> Any:
         return pending
 
     lease.start_broadcast = start_broadcast
-    receiver.receive(lease, manifest_of(named), lambda name, tensor: None)
+    receiver.receive(lease, manifest_of(named), lambda bucket: None)
 
 
 def send_and_stumble(held: Held, named: Weights, after: int) -> None:

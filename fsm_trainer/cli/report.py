@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
 from pydantic import BaseModel, ConfigDict
 
-from fsm_trainer.cli.charts import (
-    STATES,
-    WIDTH,
-    Lane,
-    Series,
-    Span,
-    least_visible,
-    line_chart,
-    stacked_bars,
-)
-from fsm_trainer.cli.charts import lanes as draw_lanes
+from fsm_trainer.cli import charts
+from fsm_trainer.cli.charts import WIDTH, Lane, Series, Span, line_chart
 from fsm_trainer.machine.errors import DataError
-from fsm_trainer.machine.names import Role
+from fsm_trainer.machine.names import Role, State
 from fsm_trainer.runtime.journal import Entry, Kind, read_journal
 from fsm_trainer.runtime.metrics import MetricsRow, Stage, read_metrics
 
-_MOST_FAULTS = 100
 _ROLES = {role.value: place for place, role in enumerate(Role)}
-_CONFIG_NAMES = ("config.yaml", "config.yml", "config.json")
 
 
 class Summary(BaseModel):
@@ -71,12 +57,34 @@ class Run:
     rows: Sequence[MetricsRow]
     entries: Sequence[Entry]
     config: str | None
-    notices: Sequence[str] = field(default=())
+    notices: Sequence[str]
 
     @property
     def steps(self) -> list[MetricsRow]:
         """The rows of training steps: those with phases."""
         return [row for row in self.rows if row.phase_seconds]
+
+    @property
+    def zero(self) -> float:
+        """When the first record began."""
+        return min((entry.time - entry.seconds for entry in self.entries), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """Seconds from there to the last record."""
+        return self.entries[-1].time - self.zero if self.entries else 0.0
+
+    @property
+    def times(self) -> list[float]:
+        """When each record was written."""
+        return [entry.time for entry in self.entries] or [row.time for row in self.rows]
+
+    def last_steps(self) -> tuple[float, float] | None:
+        """Give the seconds of the last two steps, or None if that's about the whole run."""
+        if not self.entries or len(self.steps) < 3:
+            return None
+        start, stop = (self.steps[at].time - self.zero for at in (-3, -1))
+        return (start, min(stop, self.end)) if 0 <= start < min(stop, self.end) else None
 
     def summary(self) -> Summary:
         """Give the run's main numbers."""
@@ -87,11 +95,10 @@ class Run:
         }
         first = rewards.get(Stage.WARMUP, rewards.get(Stage.START))
         last = rewards.get(Stage.END)
-        times = [entry.time for entry in self.entries] or [row.time for row in self.rows]
         return Summary(
             run=str(self.folder),
             steps=max((row.step for row in self.rows), default=0),
-            seconds=max(times) - min(times) if times else 0.0,
+            seconds=max(self.times) - min(self.times) if self.times else 0.0,
             step_seconds=sum(row.seconds for row in self.steps),
             tokens=sum(row.tokens for row in self.rows),
             eval_reward=rewards,
@@ -121,40 +128,44 @@ def load_run(folder: Path) -> Run:
         notices.append("journal.jsonl is missing or empty: no worker has moved.")
     if rows and not any(row.stage is Stage.END for row in rows):
         notices.append("The run has not reached its end: it goes on, or was stopped.")
-    configs = [folder / name for name in _CONFIG_NAMES if (folder / name).is_file()]
-    return Run(folder, rows, entries, configs[0].read_text() if configs else None, notices)
+    config = folder / "config.yaml"
+    return Run(folder, rows, entries, config.read_text() if config.is_file() else None, notices)
 
 
 def write_report(run_dir: Path, out_path: Path) -> Path:
     """Write the report of the run in ``run_dir`` to ``out_path``; raises as :func:`load_run`."""
     run = load_run(run_dir)
-    page = Template(files("fsm_trainer.cli").joinpath("templates/report.html").read_text())
-    out_path.parent.mkdir(parents=True, exist_ok=True)
-    out_path.write_text(
-        page.substitute(
-            title=escape(f"Run {run_dir.resolve().name}"),
-            subtitle=_subtitle(run),
-            notices="".join(f'<p class="warn">{escape(text)}</p>' for text in run.notices),
-            tiles=_tiles(run),
-            sections="\n".join(_sections(run)),
-        )
+    lanes, window = build_lanes(run.entries, run.end), run.last_steps()
+    page = charts.render(
+        "report.html",
+        title=f"Run {run_dir.resolve().name}",
+        run=run,
+        begun=datetime.fromtimestamp(min(run.times), UTC) if run.times else None,
+        tiles=list(_tiles(run)),
+        rewards=line_chart(_rewards(run.rows)),
+        others=_small_charts(run.rows),
+        phases=charts.stacked_bars([(float(row.step), row.phase_seconds) for row in run.steps]),
+        lanes=charts.lanes(lanes, 0.0, run.end),
+        states=list(State),
+        least=charts.least_visible(0.0, run.end),
+        last_steps=charts.lanes(lanes, *window, named=True) if window else None,
+        workers=list(dict.fromkeys(entry.worker for entry in run.entries)),
+        counts=sorted(run.summary().counts.items(), key=_transitions_first),
+        failed=Counter(f"{e.kind.value} {e.trigger}" for e in run.entries if not e.ok),
+        wrong=[entry for entry in run.entries if entry.kind is Kind.FAULT or not entry.ok],
     )
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    out_path.write_text(page)
     return out_path
 
 
 def build_lanes(entries: Sequence[Entry], end: float) -> list[Lane]:
     """Turn a journal into a lane a worker; times are seconds since the first record began."""
-    if not entries:
-        return []
-    zero = _zero(entries)
+    zero = min((entry.time - entry.seconds for entry in entries), default=0.0)
     by_worker: dict[str, list[Entry]] = {}
     for entry in sorted(entries, key=lambda entry: _ROLES.get(entry.role, len(_ROLES))):
         by_worker.setdefault(entry.worker, []).append(entry)
     return [_lane(worker, own, zero, end) for worker, own in by_worker.items()]
-
-
-def _zero(entries: Sequence[Entry]) -> float:
-    return min(entry.time - entry.seconds for entry in entries)
 
 
 def _lane(worker: str, entries: Sequence[Entry], zero: float, end: float) -> Lane:
@@ -203,63 +214,25 @@ def _counts(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
     return {name: dict(counter) for name, counter in counts.items()}
 
 
-def _subtitle(run: Run) -> str:
-    times = [entry.time for entry in run.entries] or [row.time for row in run.rows]
-    if not times:
-        return escape(str(run.folder))
-    begun = datetime.fromtimestamp(min(times), UTC)
-    return f"{escape(str(run.folder))}, begun {begun:%Y-%m-%d %H:%M:%S} UTC"
+def _transitions_first(counted: tuple[str, object]) -> tuple[bool, str]:
+    return not counted[0].startswith("transition "), counted[0]
 
 
-def _tiles(run: Run) -> str:
-    summary = run.summary()
-    tiles = [("steps", f"{summary.steps}", "")]
+def _tiles(run: Run) -> Iterator[tuple[str, str, bool]]:
+    """Value and name of each main number, and whether it is a bad one."""
+    summary, seconds = run.summary(), run.summary().step_seconds
+    yield f"{summary.steps}", "steps", False
     for stage, reward in summary.eval_reward.items():
         if stage is not Stage.TRAIN:
-            tiles.append((f"held-out reward, {stage.value}", f"{reward:.3f}", ""))
+            yield f"{reward:.3f}", f"held-out reward, {stage.value}", False
     if summary.rise is not None:
-        tiles.append(("rise by reinforcement learning", f"{summary.rise:+.3f}", ""))
-    if summary.step_seconds > 0:
-        tiles.append(("seconds a step", f"{summary.step_seconds / len(run.steps):.2f}", ""))
-        tiles.append(("tokens a second", f"{summary.tokens / summary.step_seconds:,.0f}", ""))
-    tiles.append(("faults", f"{summary.faults}", "bad" if summary.faults else ""))
+        yield f"{summary.rise:+.3f}", "rise by reinforcement learning", False
+    if seconds > 0:
+        yield f"{seconds / len(run.steps):.2f}", "seconds a step", False
+        yield f"{summary.tokens / seconds:,.0f}", "tokens a second", False
+    yield f"{summary.faults}", "faults", summary.faults > 0
     if summary.failed:
-        tiles.append(("failed transitions and actions", f"{summary.failed}", "bad"))
-    return "".join(
-        f'<div class="{kind}"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value, kind in tiles
-    )
-
-
-def _sections(run: Run) -> list[str]:
-    end = run.entries[-1].time - _zero(run.entries) if run.entries else 0.0
-    lanes = build_lanes(run.entries, end)
-    parts = [
-        _section("Reward", line_chart(_rewards(run.rows))),
-        _section("Other numbers", _small_charts(run.rows)),
-        _section(
-            "Time by phase (seconds)",
-            stacked_bars([(float(row.step), row.phase_seconds) for row in run.steps]),
-        ),
-        _section("Workers over the whole run", draw_lanes(lanes, 0.0, end) + _lane_legend(end)),
-    ]
-    window = _last_steps(run, end)
-    if window is not None:
-        parts.append(_section("Workers in the last steps", draw_lanes(lanes, *window, named=True)))
-    parts.append(_section("Transitions, actions and faults", _count_table(run.entries)))
-    wrong = [entry for entry in run.entries if entry.kind is Kind.FAULT or not entry.ok]
-    if wrong:
-        parts.append(_section("What went wrong", _fault_table(wrong, _zero(run.entries))))
-    if run.config is not None:
-        config = (
-            f"<details><summary>Configuration</summary><pre>{escape(run.config)}</pre></details>"
-        )
-        parts.append(f"<section>{config}</section>")
-    return parts
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+        yield f"{summary.failed}", "failed transitions and actions", True
 
 
 def _rewards(rows: Sequence[MetricsRow]) -> list[Series]:
@@ -273,7 +246,7 @@ def _rewards(rows: Sequence[MetricsRow]) -> list[Series]:
     return [Series("train/reward", trained), *lines]
 
 
-def _small_charts(rows: Sequence[MetricsRow]) -> str:
+def _small_charts(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
     """One small chart a number, each on its own scale: KL and losses first."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -281,60 +254,5 @@ def _small_charts(rows: Sequence[MetricsRow]) -> str:
             if name not in ("step", "seconds", "tokens") and not name.endswith("reward"):
                 points.setdefault(name, []).append((float(row.step), value))
     names = sorted(points, key=lambda name: (not name.endswith("kl"), "loss" not in name, name))
-    charts = [
-        f"<div><h3>{escape(name)}</h3>"
-        f"{line_chart([Series(name, points[name])], width=WIDTH * 0.36, height=150)}</div>"
-        for name in names
-    ]
-    if not charts:
-        return '<p class="none">no numbers yet</p>'
-    return f'<div class="small">{"".join(charts)}</div>'
-
-
-def _last_steps(run: Run, end: float) -> tuple[float, float] | None:
-    """Give the seconds of the last two steps, or None if that's about the whole run."""
-    if not run.entries or len(run.steps) < 3:
-        return None
-    zero = _zero(run.entries)
-    start, stop = run.steps[-3].time - zero, run.steps[-1].time - zero
-    return (start, min(stop, end)) if 0 <= start < min(stop, end) else None
-
-
-def _lane_legend(end: float) -> str:
-    names = [(f"state-{state}", state) for state in STATES]
-    names += [("action", "action (below the state)"), ("fault", "fault or failure")]
-    keys = [f'<span><i class="key {kind}"></i>{name}</span>' for kind, name in names]
-    short = f"what is shorter than {least_visible(0.0, end):.2g} s is not drawn" if end > 0 else ""
-    return f'<p class="legend">{"".join(keys)}{short}</p>'
-
-
-def _count_table(entries: Sequence[Entry]) -> str:
-    counts = _counts(entries)
-    workers = list(dict.fromkeys(entry.worker for entry in entries))
-    failed = Counter(f"{e.kind.value} {e.trigger}" for e in entries if not e.ok)
-    if not workers:
-        return '<p class="none">no records yet</p>'
-    head = "".join(f'<th class="n">{escape(worker)}</th>' for worker in workers)
-    rows = [
-        f"<tr><td>{escape(name)}</td>"
-        + "".join(f'<td class="n">{counts[name].get(worker, "")}</td>' for worker in workers)
-        + f'<td class="n failed">{failed[name] or ""}</td></tr>'
-        for name in sorted(counts, key=lambda name: (name.split()[0] != "transition", name))
-    ]
-    return f'<table><tr><th></th>{head}<th class="n">failed</th></tr>{"".join(rows)}</table>'
-
-
-def _fault_table(wrong: Sequence[Entry], zero: float) -> str:
-    rows = [
-        f'<tr><td class="n">{entry.seq}</td><td class="n">{entry.time - zero:.2f} s</td>'
-        f"<td>{escape(entry.worker)}</td><td>{escape(f'{entry.kind.value} {entry.trigger}')}</td>"
-        f"<td>{escape(entry.source)} → {escape(entry.dest)}</td>"
-        f'<td class="failed">{escape(entry.error or "")}</td></tr>'
-        for entry in wrong[:_MOST_FAULTS]
-    ]
-    rest = len(wrong) - _MOST_FAULTS
-    more = f'<p class="note">and {rest} more: see journal.jsonl</p>' if rest > 0 else ""
-    head = (
-        "<tr><th>seq</th><th>time</th><th>worker</th><th>what</th><th>state</th><th>why</th></tr>"
-    )
-    return f"<table>{head}{''.join(rows)}</table>{more}"
+    size = {"width": WIDTH * 0.36, "height": 150}
+    return [(name, line_chart([Series(name, points[name])], **size)) for name in names]

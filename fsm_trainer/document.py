@@ -186,7 +186,7 @@ def _fields(model: type[BaseModel], loc: Key) -> list[str]:
     for part in loc[:-1]:
         named = [f.annotation for m in models for n, f in _named(m) if n == part]
         if named:
-            models = [m for annotation in named for m in _models(annotation)]
+            models = [m for annotation in named for m in models_in(annotation)]
         else:  # the key of a mapping, the place in a list, or the tag that chooses of a union
             tagged = [m for m in models if part in _tags(m)]
             models = tagged or models
@@ -202,7 +202,8 @@ def _tags(model: type[BaseModel]) -> set[object]:
     return {tag for a in annotations if get_origin(a) is Literal for tag in get_args(a)}
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a field's annotation names, alone or in a union or a container."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for part in get_args(annotation) for model in _models(part)]
+    return [model for part in get_args(annotation) for model in models_in(part)]

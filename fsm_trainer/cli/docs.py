@@ -13,13 +13,14 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Literal, cast, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_json
 
 from fsm_trainer.cli.tables import DEFAULT_SCHEDULE, LINK, STEADY, machine, mermaid
+from fsm_trainer.document import models_in
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.spec import Spec, load, schedules
@@ -116,7 +117,7 @@ def _sections(model: type[BaseModel], path: str, seen: dict[type[BaseModel], str
     for name, field in model.model_fields.items():
         below = f"{path}.{name}".lstrip(".")
         below += ".NAME" if get_origin(field.annotation) is dict else ""
-        for group in _models(field.annotation):
+        for group in models_in(field.annotation):
             yield from _sections(group, below, seen)
 
 
@@ -129,7 +130,7 @@ def fields(model: type[BaseModel]) -> str:
     """A table of a model's fields: name, type with bounds, default, and the docstring below it."""
     told, rows = _docstrings(model), []
     for name, field in model.model_fields.items():
-        groups, default = _models(field.annotation), field.default
+        groups, default = models_in(field.annotation), field.default
         bounds = (
             f", {sign} {getattr(limit, at):g}"
             for limit in field.metadata
@@ -151,12 +152,6 @@ def fields(model: type[BaseModel]) -> str:
 def _plain(text: str | None) -> str:
     """The first paragraph of a docstring as one line of Markdown."""
     return " ".join((text or "").partition("\n\n")[0].replace("``", "`").split())
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _models(part)]
 
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -65,37 +65,38 @@ class Check:
 
 def diagnose(timeout: float = 20.0) -> list[Check]:
     """Look at everything; the rendezvous, which needs torch, gets ``timeout`` seconds."""
-    rendezvous = _start_rendezvous()
-    checks = [
+    temporary, shared = tempfile.gettempdir(), Path("/dev/shm")
+    sizes = [
+        ("memory", _memory(), LEAST_MEMORY, "free memory, or use a smaller model"),
+        (
+            "disk",
+            shutil.disk_usage(temporary).free,
+            LEAST_DISK,
+            f"free space under {temporary}, or set TMPDIR to a larger disk",
+        ),
+        (
+            "shared memory",
+            shutil.disk_usage(shared).total if shared.is_dir() else 0,
+            LEAST_SHARED_MEMORY,
+            "in a container: start it with --shm-size=2g; else mount a larger /dev/shm",
+        ),
+    ]
+    return [
         check_python(sys.version_info[:3]),
         *(check_package(name, remedy) for name, remedy in PACKAGES.items()),
         check_accelerator(_torch_cuda(), _gpus()),
         check_least("cores", len(os.sched_getaffinity(0)), LEAST_CORES, "ask for more cores"),
-        _check_bytes("memory", _memory(), LEAST_MEMORY, "free memory, or use a smaller model"),
-        _check_bytes(
-            "disk",
-            shutil.disk_usage(tempfile.gettempdir()).free,
-            LEAST_DISK,
-            f"free space under {tempfile.gettempdir()}, or set TMPDIR to a larger disk",
-        ),
-        _check_bytes(
-            "shared memory",
-            shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
-            LEAST_SHARED_MEMORY,
-            "in a container: start it with --shm-size=2g; else mount a larger /dev/shm",
-        ),
+        *(check_least(*size, show=_gib) for size in sizes),
         check_extension_locks(_extensions_folder(), time.time()),
         check_host_name(socket.gethostname()),
+        check_rendezvous(_RENDEZVOUS, timeout),
     ]
-    return [*checks, _end_rendezvous(rendezvous, timeout)]
 
 
 def check_python(found: Sequence[int]) -> Check:
     """Python must be at least 3.11."""
     text = ".".join(str(part) for part in found)
-    if tuple(found) >= (3, 11):
-        return Check("python", Status.OK, text)
-    return Check("python", Status.PROBLEM, text, "install Python 3.11 or newer")
+    return _judged("python", tuple(found) >= (3, 11), text, "install Python 3.11 or newer")
 
 
 def check_package(name: str, remedy: str) -> Check:
@@ -108,54 +109,60 @@ def check_package(name: str, remedy: str) -> Check:
 
 def check_accelerator(cuda: str | None, gpus: int) -> Check:
     """Where there are GPUs, torch must be built for CUDA (``cuda``: its version, or None)."""
-    if not gpus:
-        return Check("accelerator", Status.OK, "none: runs on the CPU with gloo")
-    if cuda is None:
-        return Check(
-            "accelerator",
-            Status.PROBLEM,
-            f"{gpus} GPUs, but torch is missing or built for the CPU",
-            "install a CUDA build of torch, as its site says",
-        )
-    return Check("accelerator", Status.OK, f"{gpus} GPUs, torch built for CUDA {cuda}")
+    built = f"torch built for CUDA {cuda}" if cuda else "but torch is missing or built for the CPU"
+    found = f"{gpus} GPUs, {built}" if gpus else "none: runs on the CPU with gloo"
+    remedy = "install a CUDA build of torch, as its site says"
+    return _judged("accelerator", not gpus or cuda is not None, found, remedy)
 
 
-def check_least(name: str, found: int, least: int, remedy: str) -> Check:
-    """A count must reach a least value."""
-    if found >= least:
-        return Check(name, Status.OK, str(found))
-    return Check(name, Status.PROBLEM, f"{found}, at least {least} are needed", remedy)
+def check_least(
+    name: str, found: int, least: int, remedy: str, show: Callable[[int], str] = str
+) -> Check:
+    """A count, or a number of bytes, must reach a least value."""
+    lacks = f", at least {show(least)} are needed" if found < least else ""
+    return _judged(name, found >= least, show(found) + lacks, remedy)
 
 
 def check_extension_locks(folder: Path, now: float) -> Check:
     """No killed build may have left its lock: every later build would wait for it forever."""
     locks = sorted(folder.glob("**/lock")) if folder.is_dir() else []
-    stale = [lock for lock in locks if now - lock.stat().st_mtime > STALE_LOCK_SECONDS]
-    if not stale:
-        return Check("torch extensions", Status.OK, "no stale lock")
-    names = ", ".join(str(lock) for lock in stale)
-    return Check("torch extensions", Status.PROBLEM, f"stale lock: {names}", "delete it")
+    stale = [str(lock) for lock in locks if now - lock.stat().st_mtime > STALE_LOCK_SECONDS]
+    found = f"stale lock: {', '.join(stale)}" if stale else "no stale lock"
+    return _judged("torch extensions", not stale, found, "delete it")
 
 
 def check_host_name(name: str) -> Check:
     """The host's name must resolve, as gloo picks its interface by it."""
     try:
-        address = socket.getaddrinfo(name, None, family=socket.AF_INET)[0][4][0]
+        found = f"{name} is {socket.getaddrinfo(name, None, family=socket.AF_INET)[0][4][0]}"
+        return Check("host name", Status.OK, found)
     except OSError as error:
-        return Check(
-            "host name",
-            Status.PROBLEM,
-            f"{name} doesn't resolve ({error})",
-            f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo",
-        )
-    return Check("host name", Status.OK, f"{name} is {address}")
+        remedy = f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
+        return Check("host name", Status.PROBLEM, f"{name} doesn't resolve ({error})", remedy)
 
 
-def _check_bytes(name: str, found: int, least: int, remedy: str) -> Check:
-    if found >= least:
-        return Check(name, Status.OK, f"{found / GIB:.1f} GiB")
-    detail = f"{found / GIB:.1f} GiB, at least {least / GIB:.1f} GiB are needed"
-    return Check(name, Status.PROBLEM, detail, remedy)
+def check_rendezvous(script: str, timeout: float) -> Check:
+    """A TCPStore of torch must answer on 127.0.0.1 within ``timeout`` seconds."""
+    if find_spec("torch") is None:
+        return Check("rendezvous", Status.MISSING, "not tried: torch isn't installed", TRAIN)
+    command = [sys.executable, "-c", script]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        problem = f"a TCPStore on 127.0.0.1 failed: {last}" if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        problem = f"no answer within {timeout:g} s"
+    remedy = "let processes of this machine connect to 127.0.0.1 (firewall, network namespace)"
+    found = problem or f"a TCPStore answered on port {done.stdout.split()[0]}"
+    return _judged("rendezvous", not problem, found, remedy)
+
+
+def _judged(name: str, ok: bool, found: str, remedy: str) -> Check:
+    return Check(name, Status.OK, found) if ok else Check(name, Status.PROBLEM, found, remedy)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
 
 
 def _torch_cuda() -> str | None:
@@ -185,31 +192,3 @@ def _memory() -> int:
 def _extensions_folder() -> Path:
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(chosen) if chosen else Path.home() / ".cache" / "torch_extensions"
-
-
-def _start_rendezvous() -> subprocess.Popen[str] | None:
-    if find_spec("torch") is None:
-        return None
-    return subprocess.Popen(
-        [sys.executable, "-c", _RENDEZVOUS],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _end_rendezvous(process: subprocess.Popen[str] | None, timeout: float) -> Check:
-    name = "rendezvous"
-    if process is None:
-        return Check(name, Status.MISSING, "not tried: torch isn't installed", TRAIN)
-    remedy = "let processes of this machine connect to 127.0.0.1 (firewall, network namespace)"
-    try:
-        out, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate(timeout=timeout)
-        return Check(name, Status.PROBLEM, f"no answer within {timeout:g} s", remedy)
-    if process.returncode != 0:
-        last = (errors.strip().splitlines() or ["no message"])[-1]
-        return Check(name, Status.PROBLEM, f"a TCPStore on 127.0.0.1 failed: {last}", remedy)
-    return Check(name, Status.OK, f"a TCPStore answered on port {out.split()[0]}")

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from fsm_trainer.cli.shell import (
-    Json,
-    Rollouts,
-    Schedule,
-    States,
-    chosen,
-    command,
-    console,
-    print_json,
-)
+from fsm_trainer.cli import shell
 from fsm_trainer.cli.tables import DEFAULT_SCHEDULE
 from fsm_trainer.document import Document
 from fsm_trainer.machine.errors import ConfigError, Refused
@@ -31,18 +23,9 @@ from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import Link, System, Worker, World
 from fsm_trainer.runtime.journal import Entry, JournalError, read_journal
-from fsm_trainer.verify.conformance import check_journal
+from fsm_trainer.verify.conformance import check_journal, replay
 
 JOURNAL = "journal.jsonl"
-
-
-class Standing(NamedTuple):
-    """Where a worker stands: its settled state, the epoch of its link, its weights' version."""
-
-    state: State
-    epoch: int = 0
-    version: Version | None = None
-    live: bool = True
 
 
 class Answer(NamedTuple):
@@ -58,7 +41,7 @@ class Answer(NamedTuple):
     """The moves after which it would be legal, if there are any."""
 
 
-@command
+@shell.command
 def explain(
     worker: Annotated[
         str, typer.Argument(metavar="WORKER", help="Such as actor, critic, rollout-0.")
@@ -67,8 +50,8 @@ def explain(
         str,
         typer.Argument(metavar="TRIGGER_OR_ACTION", help="Such as connect, sleep, generate, push."),
     ],
-    schedule: Schedule = None,
-    rollouts: Rollouts = 2,
+    schedule: shell.Schedule = None,
+    rollouts: shell.Rollouts = 2,
     state: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,45 +68,40 @@ def explain(
         int | None,
         typer.Option("--at", min=1, metavar="SEQ", help="After this seq; default: at the end."),
     ] = None,
-    states: States = None,
-    as_json: Json = False,
+    states: shell.States = None,
+    as_json: shell.Json = False,
 ) -> None:
     """Say if a worker would do it, and why not.
 
     Says which parts of the guard are false and which moves would make it legal. The workers stand
     at the beginning of a run, unless --state or --journal say otherwise.
     """
-    standing: dict[str, Standing] = {}
-    ended: frozenset[int] = frozenset()
-    roles: dict[str, Role] | None = None
     if journal is not None:
         path, entries = _journal(journal)
-        roles = {e.worker: Role(e.role) for e in entries}
-        standing, ended = _last(path, entries, at)
-        schedule = schedule or _schedule_of(path, roles.values())
+        spec = load(schedule or _schedule_of(path, {e.role for e in entries}), states)
+        system, world = _stood(path, entries, spec, at)
     elif at is not None:
         raise ConfigError("--at: of which journal? Add --journal FILE")
-    spec = load(schedule or DEFAULT_SCHEDULE, states)
-    system = System(spec, roles) if roles is not None else System.of(spec, rollouts)
-    chosen("WORKER", worker, list(system.names))
-    for text in state or ():
-        name, place = _standing(system, text)
-        standing[name] = place
+    else:
+        spec = load(schedule or DEFAULT_SCHEDULE, states)
+        system = System.of(spec, rollouts)
+        world = system.initial()
+    shell.chosen("WORKER", worker, list(system.names))
+    world = placed(system, world, state or ())
     triggers = [str(t) for t in Trigger]
     actions = {name for table in spec.roles.values() for name in table.actions}
-    chosen("TRIGGER_OR_ACTION", asked, [*triggers, *sorted(actions)])
-    world = world_of(system, standing, ended)
+    shell.chosen("TRIGGER_OR_ACTION", asked, [*triggers, *sorted(actions)])
     answer = answer_for(system, world, worker, asked)
     here = system.get(world, worker).state
     if as_json:
         told = {"worker": worker, "state": str(here), "asked": asked}
-        print_json({**told, "accepted": not answer.because, **answer._asdict()})
+        shell.print_json({**told, "accepted": not answer.because, **answer._asdict()})
         return
     _tell(worker, str(here), asked, answer)
 
 
 def _tell(worker: str, state: str, asked: str, answer: Answer) -> None:
-    out = console()
+    out = shell.console()
     if not answer.because:
         out.print(f"{worker} is {state} and would accept {asked!r}.", style="green")
         if len(answer.workers) > 1:
@@ -201,47 +179,59 @@ def _moves(system: System, world: World, phase: Phase) -> list[str] | None:
         return None
 
 
-def world_of(
-    system: System, standing: dict[str, Standing], ended: frozenset[int] = frozenset()
-) -> World:
-    """The world in which each worker is settled where it is said to stand.
-
-    ``ended`` are the epochs of links that a member's death broke.
-    """
-    workers = []
-    for name in system.names:
-        place = standing.get(name, Standing(State.DISCONNECTED))
-        held = frozenset(system.table(name).holds[place.state])
-        epochs = tuple(place.epoch if link in held else 0 for link in system.links)
-        version, live = place.version, place.live
-        workers.append(Worker(place.state, held, epochs=epochs, version=version, live=live))
-    newest = max((place.epoch for place in standing.values()), default=0)
+def placed(system: System, world: World, places: Iterable[str]) -> World:
+    """The world in which workers are settled where ``--state`` says; so the links have members."""
+    for text in places:
+        name, worker = _placed(system, world, text)
+        world = system.put(world, name, worker)
     links = []
-    for i, link in enumerate(system.spec.links.values()):
-        holders = {n for n, w in zip(system.names, workers, strict=True) if w.epochs[i]}
-        whole = {link.hub, link.spokes} <= {system.names[name] for name in holders}
-        same = {w.epochs[i] for w in workers} <= {0, newest}
-        good = LinkState.UP if whole and same and newest not in ended else LinkState.BROKEN
-        links.append(Link(good if holders else LinkState.DOWN, newest, frozenset(holders)))
-    lineage = max((w.version.lineage for w in workers if w.version), default=0)
-    return World(tuple(workers), tuple(links), lineage)
+    for i, (link, ends) in enumerate(zip(world.links, system.spec.links.values(), strict=True)):
+        members = frozenset(n for n in system.names if system.get(world, n).epochs[i])
+        whole = {ends.hub, ends.spokes} <= {system.names[name] for name in members}
+        if link.state != LinkState.BROKEN and members != link.members:
+            state = LinkState.UP if whole else LinkState.BROKEN if members else LinkState.DOWN
+            link = Link(state, max(link.epoch, 1), members)
+        links.append(link)
+    lineage = max((w.version.lineage for w in world.workers if w.version), default=0)
+    return World(world.workers, tuple(links), lineage)
 
 
-def _standing(system: System, text: str) -> tuple[str, Standing]:
+def _placed(system: System, world: World, text: str) -> tuple[str, Worker]:
     parsed = re.fullmatch(r"([^=@]+)=([^=@]+)(?:@(\d+)\.(\d+))?", text)
     if parsed is None:
         form = "Write WORKER=STATE, or WORKER=STATE@LINEAGE.NUMBER for its weights"
         raise ConfigError(f"--state {text}: has another form. {form}")
-    name, state, lineage, number = parsed.groups()
-    chosen(f"--state {text}: worker", name, list(system.names))
+    name, given, lineage, number = parsed.groups()
+    shell.chosen(f"--state {text}: worker", name, list(system.names))
     holds = system.table(name).holds
-    chosen(f"--state {text}: state", state, [str(s) for s in holds])
+    shell.chosen(f"--state {text}: state", given, [str(s) for s in holds])
+    state = State(given)
     hub = any(link.hub == system.names[name] for link in system.spec.links.values())
     version = Version(1, 0) if hub and state != State.DISCONNECTED else None
     if lineage is not None:
         version = Version(int(lineage), int(number))
-    epoch = 1 if set(holds[State(state)]) & set(system.links) else 0
-    return name, Standing(State(state), epoch, version)
+    held = frozenset(holds[state])
+    epochs = tuple(max(world.links[i].epoch, 1) * (n in held) for n, i in system.links.items())
+    return name, Worker(state, held, epochs=epochs, version=version)
+
+
+def _stood(
+    path: Path, entries: Sequence[Entry], spec: Spec, at: int | None
+) -> tuple[System, World]:
+    """Where the records up to a seq leave the workers of a run."""
+    if at is not None and at > len(entries):
+        raise ConfigError(f"--at {at}: {path} has {len(entries)} records. Choose one of them")
+    records = [entry.model_dump() for entry in entries]
+    system = System(spec, {e.worker: Role(e.role) for e in entries})
+    violation = check_journal(records[:at], system, prefix=True)
+    if violation is not None:
+        remedy = "Ask fsm-train trace, and give the run's --schedule and --states"
+        raise ConfigError(f"{path}: doesn't conform to schedule {spec.name}: {violation}. {remedy}")
+    world = replay(records[:at], system)
+    if world is None:
+        because = "the records of one joint step go on after it"
+        raise ConfigError(f"--at {at or len(entries)}: {because}. Choose the last of them")
+    return system, world
 
 
 def _journal(given: Path) -> tuple[Path, list[Entry]]:
@@ -249,27 +239,6 @@ def _journal(given: Path) -> tuple[Path, list[Entry]]:
     if not path.is_file():
         raise ConfigError(f"{path}: there is no journal. Give a run's folder or its {JOURNAL}")
     return path, read_journal(path)
-
-
-def _last(
-    path: Path, entries: Sequence[Entry], at: int | None
-) -> tuple[dict[str, Standing], frozenset[int]]:
-    """Where the records up to a seq leave each worker, and which epochs a death ended."""
-    if at is not None and at > len(entries):
-        raise ConfigError(f"--at {at}: {path} has {len(entries)} records. Choose one of them")
-    standing: dict[str, Standing] = {}
-    ended = set()
-    for entry in entries[:at]:
-        before = standing.get(entry.worker, Standing(State.DISCONNECTED))
-        if entry.trigger in ("died", "lost", "fail"):
-            ended.add(before.epoch)
-            place = Standing(State.DISCONNECTED, live=entry.trigger != "lost")
-        else:
-            version = Version(*map(int, entry.version.split("."))) if entry.version else None
-            live = before.live or entry.trigger == "joined"
-            place = Standing(State(entry.dest), entry.epoch or 0, version, live)
-        standing[entry.worker] = place
-    return standing, frozenset(ended - {0})
 
 
 def _schedule_of(journal: Path, roles: Any) -> str:
@@ -286,36 +255,35 @@ def _schedule_of(journal: Path, roles: Any) -> str:
     return default_schedule("ppo" if Role.CRITIC in list(roles) else "grpo")
 
 
-@command
+@shell.command
 def trace(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a journal.")],
-    schedule: Schedule = None,
+    schedule: shell.Schedule = None,
     prefix: Annotated[
         bool, typer.Option("--prefix", help="The run was killed: its journal may end anywhere.")
     ] = False,
-    states: States = None,
-    as_json: Json = False,
+    states: shell.States = None,
+    as_json: shell.Json = False,
 ) -> None:
     """Replay a run's journal against the tables.
 
     Exits with 1 and the first line that doesn't conform, with what led there. The schedule is that
     of the run's config.yaml; the workers are those of the journal.
     """
-    out = console()
+    out = shell.console()
     try:
         path, entries = _journal(run)
     except JournalError as error:
         if as_json:
             told = {"conforms": False, "line": error.line, "because": error.reason}
-            print_json({**told, "worker": None, "story": []})
+            shell.print_json({**told, "worker": None, "story": []})
             raise typer.Exit(1) from None
         raise
     spec: Spec = load(schedule or _schedule_of(path, {e.role for e in entries}), states)
     violation = check_journal([e.model_dump() for e in entries], spec, prefix=prefix)
     if as_json:
         told = {"conforms": violation is None, "records": len(entries), "schedule": spec.name}
-        keys = ("line", "worker", "because", "story")
-        print_json(told | ({k: getattr(violation, k) for k in keys} if violation else {}))
+        shell.print_json(told | (asdict(violation) if violation else {}))
     elif violation is None:
         out.print(f"conforms: {len(entries)} records, schedule {spec.name}", style="green")
     else:

@@ -13,19 +13,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fsm_trainer.cli.shell import Json, Overrides, States, command, console, print_json
+from fsm_trainer.cli import shell
 from fsm_trainer.machine.errors import ConfigError
 
 if TYPE_CHECKING:
     from fsm_trainer.runtime.config import Run
 
 
-@command
+@shell.command
 def run(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="The run's configuration, a YAML file.")
     ] = None,
-    overrides: Overrides = None,
+    overrides: shell.Overrides = None,
     folder: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="The run's folder; default: under runs/."),
@@ -41,7 +41,7 @@ def run(
         Path | None,
         typer.Option("--train-only", metavar="DUMP", help="Train on a --rollout-only run's files."),
     ] = None,
-    states: States = None,
+    states: shell.States = None,
 ) -> None:
     """Train; Ctrl-C ends a run cleanly.
 
@@ -94,7 +94,7 @@ def _writable(target: Path) -> None:
         raise ConfigError(f"--out {target}: {nearest} can't be written. Name another folder")
 
 
-@command
+@shell.command
 def report(
     run_dir: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="A run's folder; the run may still go on.")
@@ -103,7 +103,7 @@ def report(
         Path | None,
         typer.Option("--out", metavar="FILE", help="The file; default: report.html in the folder."),
     ] = None,
-    as_json: Json = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Write one HTML file about a run.
 
@@ -116,17 +116,17 @@ def report(
         remedy = "Give the --out of fsm-train run"
         raise ConfigError(f"RUN_DIR {run_dir}: there is no such folder. {remedy}")
     if as_json and out is None:
-        print_json(load_run(run_dir).summary().model_dump(mode="json"))
+        shell.print_json(load_run(run_dir).summary().model_dump(mode="json"))
         return
     path = write_report(run_dir, out or run_dir / "report.html")
     if as_json:
-        print_json(load_run(run_dir).summary().model_dump(mode="json"))
+        shell.print_json(load_run(run_dir).summary().model_dump(mode="json"))
     else:
-        console().print(f"report: {path}")
+        shell.console().print(f"report: {path}")
 
 
-@command
-def doctor(as_json: Json = False) -> None:
+@shell.command
+def doctor(as_json: shell.Json = False) -> None:
     """Say what is installed and can work here.
 
     With a remedy for what can't; exits with 1 if anything is wrong.
@@ -136,13 +136,13 @@ def doctor(as_json: Json = False) -> None:
     checks = diagnose()
     failed = any(check.status is Status.PROBLEM for check in checks)
     if as_json:
-        print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
+        shell.print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
     else:
         styles = {Status.OK: "green", Status.MISSING: "yellow", Status.PROBLEM: "red"}
         table = Table("", "check", "found", "remedy")
         for check in checks:
             status = Text(check.status, styles[check.status])
             table.add_row(status, check.name, check.detail, check.remedy)
-        console().print(table)
+        shell.console().print(table)
     if failed:
         raise typer.Exit(1)

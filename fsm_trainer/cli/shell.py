@@ -65,11 +65,6 @@ def command(function: F) -> F:
             _say(str(error), 2)
         except FsmError as error:
             _say(f"{type(error).__name__}: {error}", 1)
-        except ExceptionGroup as group:
-            ours, others = group.split(FsmError)
-            if ours is None or others is not None:
-                raise
-            _say("\n".join(f"{type(e).__name__}: {e}" for e in _flat(ours)), 1)
         except (KeyboardInterrupt, asyncio.CancelledError):
             _say("interrupted; no process is left", 130)
 
@@ -79,14 +74,6 @@ def command(function: F) -> F:
 def _say(text: str, code: int) -> None:
     console(stderr=True).print(text, style="red")
     raise typer.Exit(code) from None
-
-
-def _flat(group: BaseExceptionGroup[FsmError]) -> list[BaseException]:
-    return [
-        leaf
-        for error in group.exceptions
-        for leaf in (_flat(error) if isinstance(error, BaseExceptionGroup) else [error])
-    ]
 
 
 def chosen(option: str, given: str, known: list[str]) -> str:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from typing import NamedTuple
+
+from fsm_trainer.cli.charts import render
 
 Edge = tuple[str, str, str]
 """Source, destination, label."""
 
 _WIDTH, _GAP, _LINE = 150, 90, 17
-_STYLE = """
-  svg { font: 13px system-ui, sans-serif; color: #1b1f24; background: #fff }
-  .state { fill: #eef3f8; stroke: #35607f; stroke-width: 1.5 }
-  .name { font-weight: 600 } .holds { font-size: 12px; opacity: .75 }
-  text { fill: currentColor; text-anchor: middle }
-  .edge { fill: none; stroke: #66707a; stroke-width: 1.5; marker-end: url(#arrow) }
-  #arrow path { fill: #66707a }
-  .label { paint-order: stroke; stroke: #fff; stroke-width: 5px; stroke-linejoin: round }
-  @media (prefers-color-scheme: dark) {
-    svg { color: #e3e7eb; background: #15191e }
-    .state { fill: #1f2a35; stroke: #7fb0d2 } .edge { stroke: #9aa5af }
-    #arrow path { fill: #9aa5af } .label { stroke: #15191e }
-  }
-"""
+
+
+class _Arrow(NamedTuple):
+    """A curve from ``(start, edge)`` by the height ``bulge`` to ``(end, edge)``, and its label."""
+
+    start: float
+    end: float
+    edge: float
+    bulge: float
+    label: float
+    rows: Sequence[str]
 
 
 def state_diagram_svg(states: Mapping[str, Sequence[str]], edges: Iterable[Edge]) -> str:
@@ -33,27 +32,23 @@ def state_diagram_svg(states: Mapping[str, Sequence[str]], edges: Iterable[Edge]
     unknown state.
     """
     place = {name: index for index, name in enumerate(states)}
-    merged = _merged(edges)
-    reach = {
-        side: max((abs(place[d] - place[s]) for s, d in merged if (place[d] > place[s]) is side),
-                  default=0)
-        for side in (True, False)
-    }  # fmt: skip
+    merged = [(place[s], place[d], _rows(labels)) for (s, d), labels in _merged(edges).items()]
+    above = max(0, *(dest - source for source, dest, _ in merged))
+    below = max(0, *(source - dest for source, dest, _ in merged))
     box = _LINE * (2 + max((len(holds) for holds in states.values()), default=0))
-    rows = max((len(_rows(labels)) for labels in merged.values()), default=1)
-    top = 24 + _rise(reach[True]) + _LINE * (rows - 1)
-    bottom = top + box + _rise(reach[False]) + 24 + _LINE * (rows - 1)
-    width = len(states) * (_WIDTH + _GAP) - _GAP + 40
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" '
-        f'width="{width}" height="{bottom}" role="img"><style>{_STYLE}</style>',
-        '<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
-        'orient="auto"><path d="M0 0L8 4L0 8z"/></marker>',
-    ]
-    arrows = [_arrow(place[s], place[d], labels, top, box) for (s, d), labels in merged.items()]
-    parts += [line for line, _ in arrows] + [label for _, label in arrows]
-    parts += [_box(place[name], name, holds, top, box) for name, holds in states.items()]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    labels = _LINE * (max((len(rows) for _, _, rows in merged), default=1) - 1)
+    top = 24 + _rise(above) + labels
+    return render(
+        "diagram.svg",
+        width=len(states) * (_WIDTH + _GAP) - _GAP + 40,
+        bottom=top + box + _rise(below) + 24 + labels,
+        arrows=[_arrow(source, dest, rows, top, box) for source, dest, rows in merged],
+        boxes=[(_left(place[name]), name, holds) for name, holds in states.items()],
+        top=top,
+        box_width=_WIDTH,
+        box_height=box,
+        line=_LINE,
+    )
 
 
 def state_diagram_mermaid(title: str, edges: Iterable[Edge]) -> str:
@@ -93,42 +88,17 @@ def _left(place: int) -> int:
     return 20 + place * (_WIDTH + _GAP)
 
 
-def _box(place: int, name: str, holds: Sequence[str], top: int, height: int) -> str:
-    left = _left(place)
-    middle = left + _WIDTH / 2
-    lines = [f'<text class="name" x="{middle}" y="{top + _LINE + 4}">{escape(name)}</text>']
-    lines += [
-        f'<text class="holds" x="{middle}" y="{top + _LINE * (row + 1) + 6}">{escape(what)}</text>'
-        for row, what in enumerate(holds, start=1)
-    ]
-    return (
-        f'<rect class="state" x="{left}" y="{top}" width="{_WIDTH}" height="{height}" rx="10"/>'
-        + "".join(lines)
-    )
-
-
-def _arrow(source: int, dest: int, labels: Sequence[str], top: int, box: int) -> tuple[str, str]:
+def _arrow(source: int, dest: int, rows: Sequence[str], top: int, box: int) -> _Arrow:
     distance = abs(dest - source) or 1
-    start: float
-    end: float
-    bulge: float
+    left, right = _left(source), _left(dest)
     # Arrows of other lengths leave a box at other places, so that they don't cross there.
     inset = 18 + 22 * (distance - 1)
+    rise, bottom = _rise(distance), top + box
     if dest > source:
-        start, end = _left(source) + _WIDTH - inset, _left(dest) + inset
-        edge, bulge, label_y = top, top - _rise(distance) * 4 / 3, top - _rise(distance) - 4
-    elif dest < source:
-        start, end = _left(source) + inset, _left(dest) + _WIDTH - inset
-        edge = top + box
-        bulge, label_y = edge + _rise(distance) * 4 / 3, edge + _rise(distance) + 14
-    else:
-        start, end = _left(source) + _WIDTH / 2 + 20, _left(source) + _WIDTH / 2 - 20
-        edge, bulge, label_y = top + box, top + box + 40, top + box + 44
-    path = f"M{start} {edge}C{start} {bulge} {end} {bulge} {end} {edge}"
-    rows, x = _rows(labels), (start + end) / 2
-    first = label_y - _LINE * (len(rows) - 1) if dest > source else label_y
-    texts = [
-        f'<text class="label" x="{x}" y="{first + _LINE * row}">{escape(text)}</text>'
-        for row, text in enumerate(rows)
-    ]
-    return f'<path class="edge" d="{path}"/>', "".join(texts)
+        first = top - rise - 4 - _LINE * (len(rows) - 1)
+        return _Arrow(left + _WIDTH - inset, right + inset, top, top - rise * 4 / 3, first, rows)
+    if dest < source:
+        start, end, bulge = left + inset, right + _WIDTH - inset, bottom + rise * 4 / 3
+        return _Arrow(start, end, bottom, bulge, bottom + rise + 14, rows)
+    middle = left + _WIDTH / 2
+    return _Arrow(middle + 20, middle - 20, bottom, bottom + 40, bottom + 44, rows)

@@ -10,17 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fsm_trainer.cli.shell import (
-    Config,
-    Json,
-    Overrides,
-    Schedule,
-    States,
-    chosen,
-    command,
-    console,
-    print_json,
-)
+from fsm_trainer.cli import shell
 from fsm_trainer.cli.svg import Edge, state_diagram_mermaid, state_diagram_svg
 from fsm_trainer.machine.errors import ConfigError, SpecError
 from fsm_trainer.machine.names import Role, Trigger
@@ -43,9 +33,12 @@ class Format(StrEnum):
     SVG = "svg"
 
 
-@command
+@shell.command
 def validate(
-    config: Config, overrides: Overrides = None, states: States = None, as_json: Json = False
+    config: shell.Config,
+    overrides: shell.Overrides = None,
+    states: shell.States = None,
+    as_json: shell.Json = False,
 ) -> None:
     """Check a configuration; start nothing.
 
@@ -58,15 +51,15 @@ def validate(
     except (ConfigError, SpecError) as error:
         if not as_json:
             raise
-        print_json({"valid": False, "mistakes": str(error).splitlines()})
+        shell.print_json({"valid": False, "mistakes": str(error).splitlines()})
         raise typer.Exit(2) from None
     phases = [_phase(run.spec, run.spec.phases[name]) for name in _sequence(run.spec)]
     if as_json:
         settings = run.config.model_dump(mode="json")
         told = {"valid": True, "schedule": run.spec.name, "notes": list(run.notes)}
-        print_json({**told, "phases": phases, "config": settings})
+        shell.print_json({**told, "phases": phases, "config": settings})
         return
-    out = console()
+    out = shell.console()
     out.print(f"{config}: valid", style="green")
     for note in run.notes:
         out.print(note)
@@ -88,20 +81,20 @@ def _phase(spec: Spec, phase: Phase) -> dict[str, Any]:
     return {"phase": phase.name, "wants": wants, "action": phase.action}
 
 
-@command
+@shell.command
 def plan(
     config: Annotated[
         Path | None,
         typer.Argument(metavar="CONFIG", help="A configuration; default: see --schedule."),
     ] = None,
-    overrides: Overrides = None,
-    schedule: Schedule = None,
+    overrides: shell.Overrides = None,
+    schedule: shell.Schedule = None,
     rollouts: Annotated[
         int | None,
         typer.Option("--rollouts", min=1, metavar="N", help="Rollout workers; default: 2."),
     ] = None,
-    states: States = None,
-    as_json: Json = False,
+    states: shell.States = None,
+    as_json: shell.Json = False,
 ) -> None:
     """Show the transitions of each phase.
 
@@ -118,7 +111,7 @@ def plan(
         system = System.of(load(schedule or DEFAULT_SCHEDULE, states), rollouts or 2)
     planned = plan_run(system)
     if as_json:
-        print_json(_plan_document(system, planned))
+        shell.print_json(_plan_document(system, planned))
         return
     table = Table("section", "phase", "transitions", "action", title=f"schedule {system.spec.name}")
     for section, phases in planned.items():
@@ -127,7 +120,7 @@ def plan(
             text = ", ".join(map(str, moves)) or "–"
             table.add_row(section if not place else "", name, text, action)
         table.add_section()
-    out = console()
+    out = shell.console()
     out.print(table)
     out.print(f"A steady step takes {_total(planned)} transitions:")
     for trigger, workers in transitions_per_step(planned).items():
@@ -164,9 +157,9 @@ def _plan_document(system: System, planned: Plan) -> dict[str, Any]:
     return {**told, "sections": sections, "transitions_per_step": transitions_per_step(planned)}
 
 
-@command
+@shell.command
 def graph(
-    schedule: Schedule = None,
+    schedule: shell.Schedule = None,
     role: Annotated[
         str | None,
         typer.Option(
@@ -182,8 +175,8 @@ def graph(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="A file; default: print it.")
     ] = None,
-    states: States = None,
-    as_json: Json = False,
+    states: shell.States = None,
+    as_json: shell.Json = False,
 ) -> None:
     """Draw the machines, as a schedule has them.
 
@@ -191,7 +184,7 @@ def graph(
     """
     spec = load(schedule or DEFAULT_SCHEDULE, states)
     known = [*map(str, spec.roles), LINK]
-    names = known if role is None else [chosen("--role", role, known)]
+    names = known if role is None else [shell.chosen("--role", role, known)]
     if as_json:
         text = None
         document = {name: _machine_document(spec, name) for name in names}
@@ -203,7 +196,7 @@ def graph(
     else:
         text = "\n".join(mermaid(spec, name) for name in names)
     if text is None:
-        print_json(document)
+        shell.print_json(document)
     elif out is None:
         typer.echo(text, nl=False)
     else:

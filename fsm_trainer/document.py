@@ -1,4 +1,4 @@
-"""YAML files read into pydantic models: every mistake with file and line, value and remedy."""
+"""YAML files, and files of JSON lines, read into pydantic models: mistakes with file and line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from fsm_trainer.machine.errors import FsmError
+from fsm_trainer.machine.errors import DataError, FsmError
 
 M = TypeVar("M", bound=BaseModel)
 Key = tuple[str | int, ...]
@@ -50,6 +50,34 @@ def nearest(name: object, known: Iterable[str]) -> str:
     """``Did you mean x? `` for a name that is almost a known one, else nothing."""
     close = get_close_matches(str(name), [*known], n=1)
     return f"Did you mean {close[0]}? " if close else ""
+
+
+class LineError(DataError):
+    """Raised when a line of a file isn't what it must be; ``line`` is None if none can be read."""
+
+    def __init__(self, path: Path, line: int | None, reason: str) -> None:
+        self.path, self.line, self.reason = path, line, reason
+        super().__init__(f"{path}: {reason}" if line is None else f"{path}:{line}: {reason}")
+
+
+def read_lines(path: Path, model: type[M], error: type[LineError] = LineError) -> list[M]:
+    """Read a file of JSON lines; a last one that doesn't end was cut off, and counts for nothing.
+
+    Raises ``error`` for a line that isn't one of ``model``.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as cause:
+        raise error(path, None, f"can't be read ({cause.strerror})") from cause
+    found = []
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            found.append(model.model_validate_json(line))
+        except ValidationError as cause:
+            first = cause.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in first["loc"]) or "the line"
+            raise error(path, number, f"{field}: {first['msg']}") from cause
+    return found
 
 
 class Document:

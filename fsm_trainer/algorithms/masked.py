@@ -37,30 +37,12 @@ def masked_max(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return chosen.max() if chosen.numel() else values.new_zeros(())
 
 
-def moments(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return ``[count, sum, sum of squares]``, float64 ``[3]``: add these over parts or ranks."""
+def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Shift and scale to mean 0 and variance 1 over the places that count; zeros elsewhere."""
     kept = keep(values, mask).double()
-    return torch.stack([(mask != 0).sum().double(), kept.sum(), (kept * kept).sum()])
-
-
-def mean_and_variance(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and (population) variance from :func:`moments`; both 0 for an empty count."""
-    count = sums[0].clamp(min=1)
-    mean = sums[1] / count
-    return mean, (sums[2] / count - mean * mean).clamp(min=0)
-
-
-def whiten(
-    values: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Shift and scale to mean 0 and variance 1 over the places that count; zeros elsewhere.
-
-    ``sums`` are the :func:`moments` of everything that is whitened together, where ``values`` is
-    only a part of it; by default ``values`` is all.
-    """
-    mean, variance = mean_and_variance(moments(values, mask) if sums is None else sums)
-    scaled = (values - mean) / variance.sqrt().clamp(min=_SMALLEST_STD)
-    return keep(scaled.to(values.dtype), mask)
+    mean = masked_mean(kept, mask)
+    variance = masked_mean((kept - mean).square(), mask)
+    return keep(((kept - mean) / variance.sqrt().clamp(min=_SMALLEST_STD)).to(values.dtype), mask)
 
 
 def token_weights(

@@ -12,21 +12,18 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from fsm_trainer.machine.errors import FsmError
+from fsm_trainer.document import LineError, read_lines
 
 FORMAT: Literal[1] = 1
+_UNSAID = {"epoch": None, "version": None, "seconds": 0.0, "ok": True, "error": None}
 
 
-class JournalError(FsmError):
+class JournalError(LineError):
     """Raised when a journal holds what isn't a record; ``line`` is None if it can't be read."""
-
-    def __init__(self, path: Path, line: int | None, reason: str) -> None:
-        self.path, self.line, self.reason = path, line, reason
-        super().__init__(f"{path}: {reason}" if line is None else f"{path}:{line}: {reason}")
 
 
 class Kind(StrEnum):
@@ -92,43 +89,18 @@ class Journal:
         self._seq = entries[-1].seq if entries else 0
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
-    def record(
-        self,
-        *,
-        worker: str,
-        role: str,
-        rank: int,
-        kind: Kind,
-        trigger: str,
-        source: str,
-        dest: str,
-        epoch: int | None = None,
-        version: str | None = None,
-        seconds: float = 0.0,
-        ok: bool = True,
-        error: str | None = None,
-    ) -> Entry:
-        """Append one record, with the next ``seq`` and the time, and flush it."""
+    def record(self, **told: Any) -> Entry:
+        """Append one record, and flush it.
+
+        Args:
+            told: the fields of an :class:`Entry` but format, seq and time; without ``epoch``,
+                ``version``, ``seconds``, ``ok`` and ``error`` it went well, at once, and had none.
+        """
         with self._lock:
-            entry = Entry(
-                format=FORMAT,
-                seq=self._seq + 1,
-                time=self._clock(),
-                worker=worker,
-                role=role,
-                rank=rank,
-                kind=kind,
-                trigger=trigger,
-                source=source,
-                dest=dest,
-                epoch=epoch,
-                version=version,
-                seconds=seconds,
-                ok=ok,
-                error=error,
-            )
+            seq, now = self._seq + 1, self._clock()
+            entry = Entry(format=FORMAT, seq=seq, time=now, **{**_UNSAID, **told})
             self._file.write(entry.model_dump_json() + "\n")
-            self._seq = entry.seq
+            self._seq = seq
             return entry
 
     def close(self) -> None:
@@ -149,38 +121,15 @@ def read_journal(path: Path) -> list[Entry]:
     Raises :class:`JournalError`, with file and line, for a line that isn't a record and for a
     ``seq`` that doesn't follow the one before.
     """
-    return _read(path)[0]
-
-
-def _read(path: Path) -> tuple[list[Entry], int]:
-    """Give the records, and how many bytes of the file they take."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise JournalError(path, None, f"can't be read ({error.strerror})") from error
-    whole = content.rfind(b"\n") + 1
-    entries: list[Entry] = []
-    for number, line in enumerate(content[:whole].splitlines(), start=1):
-        try:
-            entry = Entry.model_validate_json(line)
-        except ValidationError as error:
-            raise JournalError(path, number, _first_reason(error)) from error
+    entries = read_lines(path, Entry, JournalError)
+    for number, entry in enumerate(entries, start=1):
         if entry.seq != number:
-            raise JournalError(
-                path, number, f"seq is {entry.seq}, must be {number}: a record is missing or moved"
-            )
-        entries.append(entry)
-    return entries, whole
-
-
-def _cut_unfinished(path: Path) -> list[Entry]:
-    entries, whole = _read(path)
-    if whole < path.stat().st_size:
-        os.truncate(path, whole)
+            because = f"seq is {entry.seq}, must be {number}: a record is missing or moved"
+            raise JournalError(path, number, because)
     return entries
 
 
-def _first_reason(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
-    return f"{field}: {first['msg']}" if field else first["msg"]
+def _cut_unfinished(path: Path) -> list[Entry]:
+    entries = read_journal(path)
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    return entries

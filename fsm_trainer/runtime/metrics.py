@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fsm_trainer.machine.errors import CapabilityMissing, DataError
+from fsm_trainer.document import read_lines
+from fsm_trainer.machine.errors import CapabilityMissing
 
 FORMAT: Literal[1] = 1
 
@@ -199,19 +200,7 @@ def read_metrics(path: Path) -> list[MetricsRow]:
     A last line that doesn't end is no row. Raises :class:`DataError`, with file and line, for a
     line that isn't one.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror})") from error
-    rows: dict[tuple[int, Stage | None], MetricsRow] = {}
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            row = MetricsRow.model_validate_json(line)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise DataError(f"{path}:{number}: {field or 'row'}: {first['msg']}") from error
-        rows[row.step, row.stage] = row
+    rows = {(row.step, row.stage): row for row in read_lines(path, MetricsRow)}
     return sorted(rows.values(), key=lambda row: (row.step, row.time))
 
 

@@ -14,20 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fsm_trainer.machine import events as on
 from fsm_trainer.machine.errors import FsmError, Refused
-from fsm_trainer.machine.events import (
-    Act,
-    Acted,
-    Begin,
-    Commit,
-    Confirmed,
-    Died,
-    Done,
-    Event,
-    Joined,
-    Sever,
-    Undo,
-)
 from fsm_trainer.machine.legal import enabled, falling, joint_ends
 from fsm_trainer.machine.names import Role, State, Trigger
 from fsm_trainer.machine.spec import Spec
@@ -239,7 +227,7 @@ class _Replay:
             because = f"after {row.trigger} {row.worker} must be {expected}; the record says {told}"
             raise _Wrong(row.line, row.worker, because)
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: on.Event) -> None:
         self.world = advance(self.system, self.world, event)
 
     def together(self, at: int, ends: Sequence[str]) -> Sequence[Row]:
@@ -259,38 +247,31 @@ class _Replay:
     def transition(self, at: int, row: Row) -> Sequence[Row]:
         part = self.part(row.worker)
         if row.trigger == Trigger.FAIL and not row.ok:
-            self.apply(Died(row.worker))
+            self.apply(on.Died(row.worker))
             return [row]
         if row.trigger == Trigger.SEVER:
             held = [k for k, i in self.system.links.items() if part.epochs[i]]
-            self.apply(Sever(row.worker, held[0] if held else next(iter(self.system.links))))
+            self.apply(on.Sever(row.worker, held[0] if held else next(iter(self.system.links))))
             self.settle([row.worker])
             return [row]
         if part.move is not None and falling(self.system, self.world, row.worker):
             self.settle([row.worker])  # a fault ended it
-            return [self.failed(row, row.trigger == part.move)]
-        edge = self.system.table(row.worker).edge(row.trigger, part.state)
-        ends: tuple[str, ...] = (row.worker,)
-        if edge is not None and edge.joint is not None and part.move is None:
-            ends = joint_ends(self.system, self.world, edge.joint, row.trigger)
-        elif part.move is not None:
-            ends = tuple(n for n in self.system.names if self.part(n).move == part.move)
+            if row.ok or row.trigger != part.move:
+                because = f"{row.worker} must tell that its move failed here"
+                raise _Wrong(row.line, row.worker, because)
+            return [row]
+        ends = self.movers(row)
         group = self.together(at, ends)
         if part.move is None:
-            self.apply(Begin(row.trigger, ends, version=self.restored(row)))
+            self.apply(on.Begin(row.trigger, ends, version=self.restored(row)))
         undone = [r for r in group if not r.ok]
         if row.trigger == Trigger.CONNECT and undone:
-            self.fall(Undo(row.worker), group)
+            self.fall(on.Undo(row.worker), group)
         else:
             for one in undone:
-                self.fall(Undo(one.worker), [one])
+                self.fall(on.Undo(one.worker), [one])
         self.settle(ends)
         return group
-
-    def failed(self, row: Row, same: bool) -> Row:
-        if row.ok or not same:
-            raise _Wrong(row.line, row.worker, f"{row.worker} must tell that its move failed here")
-        return row
 
     def restored(self, row: Row) -> Version | None:
         """A start says which weights were restored; their lineage follows the last one."""
@@ -301,10 +282,10 @@ class _Replay:
 
     def settle(self, names: Sequence[str]) -> None:
         while due := [e for e in enabled(self.system, self.world) if e.worker in names]:
-            self.apply(Done(due[0]))
-        self.apply(Commit(tuple(names)))
+            self.apply(on.Done(due[0]))
+        self.apply(on.Commit(tuple(names)))
 
-    def fall(self, event: Event, group: Sequence[Row]) -> None:
+    def fall(self, event: on.Event, group: Sequence[Row]) -> None:
         """Let effects succeed until the fault leads everybody where the records say."""
         while True:
             fallen = advance(self.system, self.world, event)
@@ -318,29 +299,28 @@ class _Replay:
                 row = off[0]
                 because = f"no effect of {row.trigger} that failed leads {row.worker} to {row.dest}"
                 raise _Wrong(row.line, row.worker, because)
-            self.apply(Done(due[0]))
+            self.apply(on.Done(due[0]))
 
     def action(self, at: int, row: Row) -> Sequence[Row]:
-        known = self.system.table(row.worker).actions.get(row.trigger)
         under_way = row.trigger in self.part(row.worker).jobs
-        ends = self.ends_of(known.joint if known is not None else None, row.worker)
+        ends = self.actors(row)
         if under_way:
             ends = tuple(n for n in ends if row.trigger in self.part(n).jobs)
         group = self.together(at, ends)
         if not under_way:
-            self.apply(Act(row.trigger, ends))
-        self.apply(Acted(row.trigger, ends, all(r.ok for r in group)))
+            self.apply(on.Act(row.trigger, ends))
+        self.apply(on.Acted(row.trigger, ends, all(r.ok for r in group)))
         return group
 
     def fault(self, at: int, row: Row) -> Sequence[Row]:
         match row.trigger:
             case "died" | "lost":
-                event = Died(row.worker, lost=row.trigger == "lost")
+                event = on.Died(row.worker, lost=row.trigger == "lost")
                 self.fall(event, self.under_way(at))
             case "confirmed":
-                self.apply(Confirmed(row.worker))
+                self.apply(on.Confirmed(row.worker))
             case "joined":
-                self.apply(Joined(row.worker))
+                self.apply(on.Joined(row.worker))
             case _:
                 known = "died, lost, confirmed, joined"
                 raise _Wrong(row.line, row.worker, f"no fault {row.trigger!r}, one of {known}")
@@ -380,20 +360,29 @@ class _Replay:
         return [r for r in near if (r.kind, r.trigger) == (here.kind, here.trigger)]
 
     def act(self, row: Row) -> None:
-        known = self.system.table(row.worker).actions.get(row.trigger)
-        if known is not None and row.trigger not in self.part(row.worker).jobs:
-            self.apply(Act(row.trigger, self.ends_of(known.joint, row.worker)))
-
-    def ends_of(self, joint: str | None, worker: str) -> tuple[str, ...]:
-        """Who acts together."""
-        if joint is None:
-            return (worker,)
-        return tuple(self.system.ends(self.world, self.system.spec.links[joint]))
+        if row.trigger not in self.part(row.worker).jobs:
+            self.apply(on.Act(row.trigger, self.actors(row)))
 
     def begin(self, row: Row) -> None:
-        edge = self.system.table(row.worker).edge(row.trigger, self.part(row.worker).state)
-        if edge is not None and edge.joint is not None and self.part(row.worker).move is None:
-            ends = joint_ends(self.system, self.world, edge.joint, row.trigger)
-            self.apply(Begin(row.trigger, ends))
         if self.part(row.worker).move is None:
-            raise Refused(row.worker, row.source, row.trigger, ["it began after the death"])
+            edge = self.system.table(row.worker).edge(row.trigger, self.part(row.worker).state)
+            if edge is None or edge.joint is None:
+                raise Refused(row.worker, row.source, row.trigger, ["it began after the death"])
+            self.apply(on.Begin(row.trigger, self.movers(row)))
+
+    def actors(self, row: Row) -> tuple[str, ...]:
+        """Who acts together with a row's worker."""
+        action = self.system.table(row.worker).actions.get(row.trigger)
+        if action is None or action.joint is None:
+            return (row.worker,)
+        return tuple(self.system.ends(self.world, self.system.spec.links[action.joint]))
+
+    def movers(self, row: Row) -> tuple[str, ...]:
+        """Who moves together with a row's worker, or would."""
+        part = self.part(row.worker)
+        if part.move is not None:
+            return tuple(n for n in self.system.names if self.part(n).move == part.move)
+        edge = self.system.table(row.worker).edge(row.trigger, part.state)
+        if edge is None or edge.joint is None:
+            return (row.worker,)
+        return joint_ends(self.system, self.world, edge.joint, row.trigger)

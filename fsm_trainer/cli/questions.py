@@ -43,30 +43,25 @@ class Answer(NamedTuple):
 
 @shell.command
 def explain(
-    worker: Annotated[
-        str, typer.Argument(metavar="WORKER", help="Such as actor, critic, rollout-0.")
-    ],
+    worker: Annotated[str, shell.argument("WORKER", "Such as actor, critic, rollout-0.")],
     asked: Annotated[
-        str,
-        typer.Argument(metavar="TRIGGER_OR_ACTION", help="Such as connect, sleep, generate, push."),
+        str, shell.argument("TRIGGER_OR_ACTION", "Such as connect, sleep, generate, push.")
     ],
     schedule: shell.Schedule = None,
     rollouts: shell.Rollouts = 2,
     state: Annotated[
         list[str] | None,
-        typer.Option(
+        shell.option(
             "--state",
-            metavar="WORKER=STATE[@LINEAGE.NUMBER]",
-            help="Where a worker stands, and the version of its weights; may be repeated.",
+            "WORKER=STATE[@LINEAGE.NUMBER]",
+            "Where a worker stands, and the version of its weights; may be repeated.",
         ),
     ] = None,
     journal: Annotated[
-        Path | None,
-        typer.Option("--journal", metavar="FILE", help="Stand where the workers of a run stood."),
+        Path | None, shell.option("--journal", "FILE", "Stand where the workers of a run stood.")
     ] = None,
     at: Annotated[
-        int | None,
-        typer.Option("--at", min=1, metavar="SEQ", help="After this seq; default: at the end."),
+        int | None, shell.option("--at", "SEQ", "After this seq; default: at the end.", min=1)
     ] = None,
     states: shell.States = None,
     as_json: shell.Json = False,
@@ -257,10 +252,10 @@ def _schedule_of(journal: Path, roles: Any) -> str:
 
 @shell.command
 def trace(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a journal.")],
+    run: Annotated[Path, shell.argument("RUN", "A run's folder, or a journal.")],
     schedule: shell.Schedule = None,
     prefix: Annotated[
-        bool, typer.Option("--prefix", help="The run was killed: its journal may end anywhere.")
+        bool, shell.option("--prefix", None, "The run was killed: its journal may end anywhere.")
     ] = False,
     states: shell.States = None,
     as_json: shell.Json = False,

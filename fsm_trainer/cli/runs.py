@@ -23,23 +23,20 @@ if TYPE_CHECKING:
 @shell.command
 def run(
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="The run's configuration, a YAML file.")
+        Path | None, shell.argument("CONFIG", "The run's configuration, a YAML file.")
     ] = None,
     overrides: shell.Overrides = None,
     folder: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="The run's folder; default: under runs/."),
+        Path | None, shell.option("--out", "DIR", "The run's folder; default: under runs/.")
     ] = None,
     resume: Annotated[
-        Path | None,
-        typer.Option("--resume", metavar="DIR", help="Go on with the run in this folder."),
+        Path | None, shell.option("--resume", "DIR", "Go on with the run in this folder.")
     ] = None,
     rollout_only: Annotated[
-        bool, typer.Option("--rollout-only", help="Generate and score only, into trajectories/.")
+        bool, shell.option("--rollout-only", None, "Generate and score only, into trajectories/.")
     ] = False,
     train_only: Annotated[
-        Path | None,
-        typer.Option("--train-only", metavar="DUMP", help="Train on a --rollout-only run's files."),
+        Path | None, shell.option("--train-only", "DUMP", "Train on a --rollout-only run's files.")
     ] = None,
     states: shell.States = None,
 ) -> None:
@@ -96,12 +93,9 @@ def _writable(target: Path) -> None:
 
 @shell.command
 def report(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="A run's folder; the run may still go on.")
-    ],
+    run_dir: Annotated[Path, shell.argument("RUN_DIR", "A run's folder; the run may still go on.")],
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="The file; default: report.html in the folder."),
+        Path | None, shell.option("--out", "FILE", "The file; default: report.html in the folder.")
     ] = None,
     as_json: shell.Json = False,
 ) -> None:

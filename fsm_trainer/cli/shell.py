@@ -18,28 +18,28 @@ from rich.console import Console
 from fsm_trainer.document import nearest
 from fsm_trainer.machine.errors import ConfigError, FsmError, SpecError
 
-Config = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="The run's configuration, a YAML file.")
-]
+
+def option(flag: str, metavar: str | None, told: str, **more: Any) -> Any:
+    """An option of a command; the name of its value in capitals, or None for a switch."""
+    return typer.Option(flag, metavar=metavar, help=told, **more)
+
+
+def argument(metavar: str, told: str) -> Any:
+    """An argument of a command."""
+    return typer.Argument(metavar=metavar, help=told)
+
+
+Config = Annotated[Path, argument("CONFIG", "The run's configuration, a YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY.PATH=VALUE", help="Replace a value of the file; may be repeated."
-    ),
+    option("--set", "KEY.PATH=VALUE", "Replace a value of the file; may be repeated."),
 ]
 States = Annotated[
-    Path | None,
-    typer.Option("--states", metavar="DIR", help="A folder of tables; default: the shipped ones."),
+    Path | None, option("--states", "DIR", "A folder of tables; default: the shipped ones.")
 ]
-Schedule = Annotated[
-    str | None,
-    typer.Option("--schedule", metavar="NAME", help="A schedule of states/schedules/."),
-]
-Rollouts = Annotated[
-    int,
-    typer.Option("--rollouts", min=1, metavar="N", help="Rollout workers that take part."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Schedule = Annotated[str | None, option("--schedule", "NAME", "A schedule of states/schedules/.")]
+Rollouts = Annotated[int, option("--rollouts", "N", "Rollout workers that take part.", min=1)]
+Json = Annotated[bool, option("--json", None, "Print JSON for programs.")]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

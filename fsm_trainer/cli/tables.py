@@ -84,14 +84,12 @@ def _phase(spec: Spec, phase: Phase) -> dict[str, Any]:
 @shell.command
 def plan(
     config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG", help="A configuration; default: see --schedule."),
+        Path | None, shell.argument("CONFIG", "A configuration; default: see --schedule.")
     ] = None,
     overrides: shell.Overrides = None,
     schedule: shell.Schedule = None,
     rollouts: Annotated[
-        int | None,
-        typer.Option("--rollouts", min=1, metavar="N", help="Rollout workers; default: 2."),
+        int | None, shell.option("--rollouts", "N", "Rollout workers; default: 2.", min=1)
     ] = None,
     states: shell.States = None,
     as_json: shell.Json = False,
@@ -161,20 +159,13 @@ def _plan_document(system: System, planned: Plan) -> dict[str, Any]:
 def graph(
     schedule: shell.Schedule = None,
     role: Annotated[
-        str | None,
-        typer.Option(
-            "--role", metavar="ROLE", help="actor, critic, rollout or link; default: all."
-        ),
+        str | None, shell.option("--role", "ROLE", "actor, critic, rollout or link; default: all.")
     ] = None,
     form: Annotated[
         Format,
-        typer.Option(
-            "--format", metavar="mermaid|svg", help="Mermaid for Markdown, or one SVG document."
-        ),
+        shell.option("--format", "mermaid|svg", "Mermaid for Markdown, or one SVG document."),
     ] = Format.MERMAID,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="A file; default: print it.")
-    ] = None,
+    out: Annotated[Path | None, shell.option("--out", "FILE", "A file; default: print it.")] = None,
     states: shell.States = None,
     as_json: shell.Json = False,
 ) -> None:

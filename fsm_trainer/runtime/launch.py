@@ -18,13 +18,13 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fsm_trainer.groups.rendezvous import Rendezvous
+from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.world import World
 from fsm_trainer.runtime.checkpoints import Checkpoints
 from fsm_trainer.runtime.cluster import Cluster, Recipe
-from fsm_trainer.runtime.config import RoleConfig, Run
+from fsm_trainer.runtime.config import Run
 from fsm_trainer.runtime.driver import Driver
 from fsm_trainer.runtime.driver import Progress as StepProgress
 from fsm_trainer.runtime.journal import Journal, read_journal
@@ -37,13 +37,12 @@ from fsm_trainer.workers.host import Place
 
 log = structlog.get_logger(__name__)
 
-JOURNAL, METRICS, CONFIG, CHECKPOINTS = (
-    "journal.jsonl",
-    "metrics.jsonl",
-    "config.yaml",
-    "checkpoints",
-)
-TRAINERS = {Role.ACTOR: "ActorHost", Role.CRITIC: "CriticHost"}
+JOURNAL = "journal.jsonl"
+HOSTS = {
+    Role.ACTOR: "fsm_trainer.workers.trainer:ActorHost",
+    Role.CRITIC: "fsm_trainer.workers.trainer:CriticHost",
+    Role.ROLLOUT: "fsm_trainer.workers.rollout:RolloutHost",
+}
 
 
 def launch(run: Run, folder: Path, console: Console, resume: bool = False) -> None:
@@ -63,15 +62,15 @@ def _prepare(run: Run, folder: Path, resume: bool) -> None:
             f"--resume {folder}"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(yaml.safe_dump(run.document, sort_keys=False))
+    (folder / "config.yaml").write_text(yaml.safe_dump(run.document, sort_keys=False))
 
 
 class _Launch:
     def __init__(self, run: Run, folder: Path, console: Console, resume: bool) -> None:
-        self.run_config, self.folder, self.console = run, folder, console
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, run.config.checkpoint.keep)
+        self.run_config, self.config, self.folder, self.console = run, run.config, folder, console
+        self.layout, self.model = _Layout(run), Path()
+        self.checkpoints = Checkpoints(folder / "checkpoints", run.config.checkpoint.keep)
         self.position = self.checkpoints.latest() if resume else None
-        self.left: World | None = None
         if resume and self.position is None:
             raise ConfigError(f"--resume {folder}: there is no complete checkpoint in it")
 
@@ -81,10 +80,24 @@ class _Launch:
         for number in (signal.SIGINT, signal.SIGTERM):
             if task is not None:
                 loop.add_signal_handler(number, task.cancel)
-        path = self.folder / JOURNAL
-        self.left = self._left(path) if self.position is not None and path.exists() else None
-        with self._metrics() as metrics, Journal(path) as journal:
-            await self._with_cluster(metrics, journal)
+        path, began = self.folder / JOURNAL, time.monotonic()
+        left = self._left(path) if self.position is not None and path.exists() else None
+        metrics = MetricsWriter(self.folder / "metrics.jsonl", tuple(self._sinks()))
+        with metrics, Journal(path) as journal:
+            cluster = Cluster(self.config.cluster, self.layout.bundles, self.folder)
+            try:
+                await cluster.reserve(self.config.deadlines.transition)
+                host = "127.0.0.1" if self.config.cluster.address is None else cluster.host
+                with Rendezvous.bind(host) as rendezvous:
+                    ports, data = await self._processes(cluster, rendezvous.address)
+                    log.info("all processes are up", seconds=round(time.monotonic() - began, 1))
+                    system = self.run_config.system
+                    reconciler = Reconciler(system, ports, journal, rendezvous.revoke)
+                    if left is not None:
+                        reconciler.take_over(left)
+                    await self._train(reconciler, data, metrics)
+            finally:
+                await asyncio.shield(asyncio.to_thread(cluster.close))
 
     def _left(self, path: Path) -> World | None:
         """The world that the run had when it ended; a journal that doesn't say is set aside."""
@@ -96,36 +109,18 @@ class _Launch:
             path.rename(aside)
         return world
 
-    @contextmanager
-    def _metrics(self) -> Iterator[MetricsWriter]:
-        settings, sinks = self.run_config.config.metrics, list[Sink]()
+    def _sinks(self) -> Iterator[Sink]:
+        settings = self.config.metrics
         if settings.tensorboard:
-            sinks.append(TensorBoard(self.folder / "tensorboard"))
+            yield TensorBoard(self.folder / "tensorboard")
         if settings.wandb is not None:
-            document = self.run_config.document
-            sinks.append(WeightsAndBiases(self.folder, settings.wandb, document))
-        with MetricsWriter(self.folder / METRICS, tuple(sinks)) as metrics:
-            yield metrics
-
-    async def _with_cluster(self, metrics: MetricsWriter, journal: Journal) -> None:
-        run, began = self.run_config, time.monotonic()
-        layout = _Layout(run)
-        cluster = Cluster(run.config.cluster, layout.bundles, self.folder)
-        try:
-            await cluster.reserve(run.config.deadlines.transition)
-            host = "127.0.0.1" if run.config.cluster.address is None else cluster.host
-            with Rendezvous.bind(host) as rendezvous:
-                ports, data = await self._processes(cluster, rendezvous, layout)
-                log.info("all processes are up", seconds=round(time.monotonic() - began, 1))
-                await self._train(ports, data, metrics, journal, rendezvous)
-        finally:
-            await asyncio.shield(asyncio.to_thread(cluster.close))
+            yield WeightsAndBiases(self.folder, settings.wandb, self.run_config.document)
 
     async def _processes(
-        self, cluster: Cluster, rendezvous: Rendezvous, layout: _Layout
+        self, cluster: Cluster, store: Address
     ) -> tuple[dict[str, RayPort], RayData]:
         """Start all processes; they import side by side, and wait for the model's folder."""
-        config = self.run_config.config
+        config = self.config
         arguments = {
             "data": config.data,
             "reward": config.reward,
@@ -134,100 +129,72 @@ class _Launch:
             "seed": config.seed,
         }
         data_host = "fsm_trainer.workers.data:DataHost"
-        data_recipe = Recipe(RayData.name, data_host, arguments, layout.data_bundle)
-        model = Path()
-
-        def recipes(name: str, role: Role) -> list[Recipe]:
-            ranks = range(layout.ranks(role))
-            return [self._recipe(name, role, r, model, rendezvous, layout) for r in ranks]
-
-        ports = {
-            name: RayPort(cluster, name, partial(recipes, name, role), config.deadlines)
-            for name, role in self.run_config.system.names.items()
-        }
+        data_recipe = Recipe(RayData.name, data_host, arguments, self.layout.data_bundle)
         cluster.start(data_recipe)
-        for port in ports.values():
-            port.start()
+        ports = {}
+        for name, role in self.run_config.system.names.items():
+            recipes = partial(self._recipes, name, role, store)
+            ports[name] = RayPort(cluster, name, recipes, config.deadlines)
+            ports[name].start()
         data = RayData(cluster, config.deadlines)
         await cluster.setup(data_recipe, config.deadlines.transition)
-        model = await data.model()
+        self.model = await data.model()
         await asyncio.gather(*(port.setup() for port in ports.values()))
         return ports, data
 
-    def _recipe(
-        self,
-        name: str,
-        role: Role,
-        rank: int,
-        model: Path,
-        rendezvous: Rendezvous,
-        layout: _Layout,
-    ) -> Recipe:
-        run, config = self.run_config, self.run_config.config
-        process = f"{name}.{rank}" if layout.ranks(role) > 1 else name
-        place = Place(
-            system=run.system,
-            name=name,
-            rank=rank,
-            ranks=layout.ranks(role),
-            store=rendezvous.address,
-            link_timeout=config.link.timeout,
-            backend="nccl" if config.cluster.gpus else "gloo",
-            scratch=self.folder / "scratch" / process,
-        )
-        bundle, gpus = layout.place(name, role, rank)
-        if role is Role.ROLLOUT:
-            arguments: dict[str, Any] = {
-                "place": place,
-                "config": config.rollout.engine,
-                "model": model,
-                "hook": config.rollout.generate,
-                "max_new_tokens": config.rollout.max_new_tokens,
-            }
-            host = "fsm_trainer.workers.rollout:RolloutHost"
-            return Recipe(process, host, arguments, bundle, gpus=gpus)
-        settings = self._trainer_settings(role)
-        warmed = role is Role.CRITIC and run.warms_up
-        arguments = {
-            "place": place,
+    def _recipes(self, name: str, role: Role, store: Address) -> list[Recipe]:
+        """A worker's processes, as they start now: from the newest checkpoint."""
+        config, ranks = self.config, self.layout.ranks(role)
+        arguments = self._engine() if role is Role.ROLLOUT else self._trainer(role)
+        recipes = []
+        for rank in range(ranks):
+            process = f"{name}.{rank}" if ranks > 1 else name
+            place = Place(
+                system=self.run_config.system,
+                name=name,
+                rank=rank,
+                ranks=ranks,
+                store=store,
+                link_timeout=config.link.timeout,
+                backend="nccl" if config.cluster.gpus else "gloo",
+                scratch=self.folder / "scratch" / process,
+            )
+            bundle = self.layout.bundle(name, role, rank)
+            told = {"place": place, **arguments}
+            recipes.append(Recipe(process, HOSTS[role], told, bundle, gpus=self.layout.share))
+        return recipes
+
+    def _engine(self) -> dict[str, Any]:
+        rollout = self.config.rollout
+        return {
+            "config": rollout.engine,
+            "model": self.model,
+            "hook": rollout.generate,
+            "max_new_tokens": rollout.max_new_tokens,
+        }
+
+    def _trainer(self, role: Role) -> dict[str, Any]:
+        run, position = self.run_config, self.checkpoints.latest()
+        critic = run.critic if role is Role.CRITIC else None
+        settings = critic or run.config.actor
+        return {
             "config": settings,
-            "model": self.folder / "warmed-up" if warmed else model,
-            "tokenizer": model,
-            "seed": config.seed,
+            "model": self.folder / "warmed-up" if critic and run.warms_up else self.model,
+            "tokenizer": self.model,
+            "seed": run.config.seed,
             "total_steps": run.optimizer_steps(role),
             "threads": settings.threads,
-            "checkpoint": self._checkpoint(role),
+            "checkpoint": position and self.checkpoints.folder(position.step, str(role)),
         }
-        host = f"fsm_trainer.workers.trainer:{TRAINERS[role]}"
-        return Recipe(process, host, arguments, bundle, gpus=gpus)
 
-    def _checkpoint(self, role: Role) -> Path | None:
-        """What a role's process starts from: also one that replaces a dead process."""
-        position = self.checkpoints.latest()
-        return None if position is None else self.checkpoints.folder(position.step, str(role))
-
-    def _trainer_settings(self, role: Role) -> RoleConfig:
-        run = self.run_config
-        return run.critic if role is Role.CRITIC and run.critic else run.config.actor
-
-    async def _train(
-        self,
-        ports: dict[str, RayPort],
-        data: RayData,
-        metrics: MetricsWriter,
-        journal: Journal,
-        rendezvous: Rendezvous,
-    ) -> None:
-        run = self.run_config
-        reconciler = Reconciler(run.system, ports, journal, rendezvous.revoke)
-        with _bar(self.console, run.config.steps) as told:
+    async def _train(self, reconciler: Reconciler, data: RayData, metrics: MetricsWriter) -> None:
+        run, steps = self.run_config, self.config.steps
+        with _bar(self.console, steps) as told:
             driver = Driver(run, self.folder, reconciler, data, metrics, self.checkpoints, told)
-            if self.left is not None:
-                reconciler.take_over(self.left)
             if self.position is not None:
                 await driver.restore(self.position)
             await driver.train()
-        summary = {"finished": True, "steps": run.config.steps}
+        summary = {"finished": True, "steps": steps}
         (self.folder / "run.json").write_text(json.dumps(summary) + "\n")
 
 
@@ -245,19 +212,19 @@ class _Layout:
         bundle = {"CPU": float(tenants), **({"GPU": self.gpus} if self.gpus else {})}
         self.bundles = [dict(bundle) for _ in range(slots)] + [{"CPU": 1.0}]
         self.data_bundle = slots
-        self._share = _floor(self.gpus / tenants)
+        self.share = _floor(self.gpus / tenants)
+        """The part of a device that each process in a bundle has."""
 
     def ranks(self, role: Role) -> int:
         """Processes of a worker of this role."""
         return 1 if role is Role.ROLLOUT else self._run.config.actor.ranks
 
-    def place(self, name: str, role: Role, rank: int) -> tuple[int, float]:
-        """The bundle of a process, and its share of the device there."""
+    def bundle(self, name: str, role: Role, rank: int) -> int:
+        """The bundle of a process."""
         if role is not Role.ROLLOUT:
-            return rank, self._share
-        index = int(name.rpartition("-")[2])
+            return rank
         first = 0 if self._colocated else self._run.config.actor.ranks
-        return first + index, self._share
+        return first + int(name.rpartition("-")[2])
 
 
 def _floor(share: float) -> float:
@@ -268,23 +235,17 @@ def _floor(share: float) -> float:
 @contextmanager
 def _bar(console: Console, steps: int) -> Iterator[Any]:
     """A progress bar that shows the phase and the latest rewards."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=False) as bar:
+    figures = TextColumn("{task.fields[figures]}")
+    columns = (BarColumn(), MofNCompleteColumn(), figures, TimeElapsedColumn())
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
         task = bar.add_task("starting", total=steps, figures="")
-        figures: dict[str, float] = {}
+        shown: dict[str, float] = {}
 
         def told(progress: StepProgress, phase: str) -> None:
             names = {"train/reward": "reward", "eval/reward": "held-out", "train/kl": "KL"}
-            figures.update(
-                {short: progress.numbers[n] for n, short in names.items() if n in progress.numbers}
-            )
-            text = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
+            numbers = progress.numbers
+            shown.update({short: numbers[n] for n, short in names.items() if n in numbers})
+            text = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
             bar.update(task, completed=progress.step, description=phase, figures=text)
 
         yield told

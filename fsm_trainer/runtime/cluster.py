@@ -27,13 +27,7 @@ from ray.exceptions import RayActorError, RaySystemError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fsm_trainer.machine.errors import (
-    ActionFailed,
-    CapabilityMissing,
-    DeadlineExceeded,
-    FsmError,
-    WorkerLost,
-)
+from fsm_trainer.machine import errors
 from fsm_trainer.machine.world import World
 from fsm_trainer.runtime.config import ClusterConfig
 from fsm_trainer.runtime.logs import Logs
@@ -137,7 +131,7 @@ class Cluster:
             resources: Any = ray.cluster_resources
             have = resources()
             need = {k: sum(b.get(k, 0) for b in self._bundles) for k in ("CPU", "GPU")}
-            raise CapabilityMissing(
+            raise errors.CapabilityMissing(
                 f"the cluster did not grant {need} in {seconds:g} s; it has "
                 f"{ {k: have.get(k, 0) for k in need} }. Fewer workers or ranks, or more devices"
             ) from None
@@ -145,7 +139,9 @@ class Cluster:
     def start(self, recipe: Recipe) -> None:
         """Start a process and its imports; :meth:`setup` makes its host."""
         if self._group is None:
-            raise CapabilityMissing("the cluster's devices were not reserved: call reserve() first")
+            raise errors.CapabilityMissing(
+                "the cluster's devices were not reserved: call reserve() first"
+            )
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=recipe.bundle
         )
@@ -195,20 +191,20 @@ class Cluster:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ref.future()), seconds)
         except TimeoutError:
-            raise WorkerLost(f"{name} did not answer within {seconds:g} s") from None
+            raise errors.WorkerLost(f"{name} did not answer within {seconds:g} s") from None
         except RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, FsmError):
+            if isinstance(cause, errors.FsmError):
                 raise cause from None
             log.debug("a worker raised", worker=name, traceback=str(error))
-            raise ActionFailed(
+            raise errors.ActionFailed(
                 f"{name} raised {type(cause).__name__}: {cause} (its traceback stands in the log)"
             ) from None
         except RaySystemError as error:
-            raise ActionFailed(f"{name}: Ray could not carry the answer: {error}") from None
+            raise errors.ActionFailed(f"{name}: Ray could not carry the answer: {error}") from None
         except RayActorError as error:
             log.debug("a process is gone", worker=name, story=str(error))
-            raise WorkerLost(f"{name}'s process is gone: {_last_line(error)}") from None
+            raise errors.WorkerLost(f"{name}'s process is gone: {_last_line(error)}") from None
 
     async def kill(self, name: str, seconds: float) -> None:
         """End a process and see it dead; raises DeadlineExceeded if it can't be seen."""
@@ -217,10 +213,9 @@ class Cluster:
             return
         ray.kill(handle.actor, no_restart=True)
         deadline = time.monotonic() + seconds
-        while handle.pid is not None and _exists(handle.pid):
-            _signal(handle.pid)
+        while handle.pid is not None and not _gone(handle.pid):
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(
+                raise errors.DeadlineExceeded(
                     f"{name} (process {handle.pid}) was killed but is still there after "
                     f"{seconds:g} s; its claim on the device stays"
                 )
@@ -236,9 +231,8 @@ class Cluster:
             remove_placement_group(self._group)
         ray.shutdown()
         deadline = time.monotonic() + CLOSE_SECONDS
-        while time.monotonic() < deadline and any(_exists(pid) for pid in pids):
-            for pid in pids:
-                _signal(pid)
+        while pids and time.monotonic() < deadline:
+            pids = [pid for pid in pids if not _gone(pid)]
             time.sleep(0.02)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -248,20 +242,15 @@ OBJECT_STORE_BYTES = 512 * 2**20
 CLOSE_SECONDS = 10.0
 
 
-def _exists(pid: int) -> bool:
-    """Whether a process runs; a zombie does not, and one on another node can't be seen."""
+def _gone(pid: int) -> bool:
+    """Whether a process has ended, zombies too; kills it again if it hasn't."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return fields[0] not in ("Z", "X")
-
-
-def _signal(pid: int) -> None:
-    try:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X"):
+            return True
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return False
 
 
 def _last_line(error: Exception) -> str:

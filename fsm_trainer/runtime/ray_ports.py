@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +47,17 @@ class RayPort:
         seconds = self._deadlines.transition
         await asyncio.gather(*(self._cluster.setup(r, seconds) for r in self.recipes))
 
-    async def _all(self, method: str, *arguments: Any, seconds: float, **how: Any) -> list[Any]:
-        calls = (
-            self._cluster.call(r.name, method, *arguments, seconds=seconds, **how)
-            for r in self.recipes
+    async def _all(
+        self, method: str, *arguments: Any, seconds: float | None = None, **how: Any
+    ) -> list[Any]:
+        call, seconds = self._cluster.call, seconds or self._deadlines.transition
+        return await _together(
+            call(r.name, method, *arguments, seconds=seconds, **how) for r in self.recipes
         )
-        return await _together(calls)
 
     async def _report(self, method: str, *arguments: Any) -> Report:
         """All ranks' reports as one: what failed on any has failed, what all did is done."""
-        reports: list[Report] = await self._all(
-            method, *arguments, seconds=self._deadlines.transition
-        )
+        reports: list[Report] = await self._all(method, *arguments)
         failed = [report for report in reports if report.failed is not None]
         return min(failed or reports, key=lambda report: len(report.done))
 
@@ -84,26 +84,24 @@ class RayPort:
         return await self._worker("sever", link, world)
 
     async def _worker(self, method: str, *arguments: Any) -> Worker:
-        workers = await self._all(method, *arguments, seconds=self._deadlines.transition)
-        first: Worker = workers[0]
-        if any(w.state != first.state for w in workers):
-            states = [str(w.state) for w in workers]
+        workers: list[Worker] = await self._all(method, *arguments)
+        states = [str(worker.state) for worker in workers]
+        if len(set(states)) > 1:
             raise WorkerLost(f"the ranks of {self._name} disagree after {method}: {states}")
-        return first
+        return workers[0]
 
     async def act(self, action: str, world: World, arguments: tuple[Any, ...]) -> Outcome:
         """All ranks together; rank 0's outcome counts."""
         seconds = self._deadlines.action
-        calls = (
+        outcomes: list[Outcome] = await _together(
             self._cluster.outcome(r.name, "act", action, world, *arguments, seconds=seconds)
             for r in self.recipes
         )
-        outcomes: list[Outcome] = await _together(calls)
         return outcomes[0]
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """All ranks together (they may communicate); rank 0's value counts."""
-        return (await self._all(method, *arguments, seconds=self._deadlines.transition))[0]
+        return (await self._all(method, *arguments))[0]
 
     async def died(self, peer: str) -> None:
         """Told at once, also while a collective blocks."""
@@ -131,31 +129,28 @@ class RayData:
     name = "data"
 
     def __init__(self, cluster: Cluster, deadlines: DeadlineConfig) -> None:
-        self._cluster, self._deadlines = cluster, deadlines
+        self._call = partial(cluster.call, self.name, seconds=deadlines.action)
+        self._outcome = partial(cluster.outcome, self.name, seconds=deadlines.action)
+        self._spread = partial(cluster.spread, self.name)
+        self._payload = partial(cluster.payload, self.name)
         self._evaluation: dict[int, dict[str, list[Any]]] = {}
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        seconds = self._deadlines.action
-        return await self._cluster.call(self.name, method, *arguments, seconds=seconds)
 
     async def draw(self, prompts: int, copies: int, shards: int) -> list[Any]:
         """References to the step's samples."""
-        return self._cluster.spread(self.name, "draw", prompts, copies, shards, returns=shards)
+        return self._spread("draw", prompts, copies, shards, returns=shards)
 
     async def evaluation(self, shards: int) -> Mapping[str, list[Any]]:
         """References to the held-out sets; they never change, so they are asked for once."""
         if shards not in self._evaluation:
-            names: list[str] = await self._call("evaluation_sets")
             self._evaluation[shards] = {
-                n: self._cluster.spread(self.name, "evaluation", n, shards, returns=shards)
-                for n in names
+                name: self._spread("evaluation", name, shards, returns=shards)
+                for name in await self._call("evaluation_sets")
             }
         return self._evaluation[shards]
 
     async def score(self, payloads: list[Any]) -> Outcome:
         """A reference to the scored trajectories, and means."""
-        seconds = self._deadlines.action
-        return await self._cluster.outcome(self.name, "score", *payloads, seconds=seconds)
+        return await self._outcome("score", *payloads)
 
     async def dump(self, path: Path, payload: Any) -> None:
         """Write scored trajectories into a file."""
@@ -163,12 +158,11 @@ class RayData:
 
     async def undump(self, path: Path) -> Outcome:
         """A reference to scored trajectories from a file, and means."""
-        seconds = self._deadlines.action
-        return await self._cluster.outcome(self.name, "undump", path, seconds=seconds)
+        return await self._outcome("undump", path)
 
     async def warmup_pairs(self) -> Any:
         """A reference to prompts and answers in tokens."""
-        return self._cluster.payload(self.name, "warmup_pairs")
+        return self._payload("warmup_pairs")
 
     async def model(self) -> Path:
         """The folder of the run's model."""

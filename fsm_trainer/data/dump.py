@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,7 @@ def write_dump(path: Path, trajectories: Sequence[Trajectory]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for trajectory in trajectories:
-            fields = {
-                "sample": asdict(trajectory.sample),
-                "tokens": trajectory.tokens.tolist(),
-                "loss_mask": trajectory.loss_mask.tolist(),
-                "logprobs": trajectory.logprobs.tolist(),
-                "version": list(trajectory.version),
-                "status": str(trajectory.status),
-                "text": trajectory.text,
-                "reward": trajectory.reward,
-                "info": dict(trajectory.info),
-            }
-            file.write(json.dumps(fields, default=str) + "\n")
+            file.write(json.dumps(_fields(trajectory), default=str) + "\n")
 
 
 def read_dump(path: Path) -> list[Trajectory]:
@@ -54,18 +43,15 @@ def read_dump(path: Path) -> list[Trajectory]:
     return found
 
 
-def _trajectory(fields: dict[str, Any]) -> Trajectory:
-    sample = fields["sample"]
+def _fields(trajectory: Trajectory) -> dict[str, Any]:
+    kept = {f.name: getattr(trajectory, f.name) for f in fields(trajectory) if f.name != "routes"}
+    arrays = {name: a.tolist() for name, a in kept.items() if isinstance(a, np.ndarray)}
+    return kept | arrays | {"sample": asdict(trajectory.sample), "info": dict(trajectory.info)}
+
+
+def _trajectory(found: dict[str, Any]) -> Trajectory:
+    sample = found["sample"]
     if not isinstance(sample["prompt"], str):
         sample["prompt"] = tuple(Message(*message) for message in sample["prompt"])
-    return Trajectory(
-        sample=Sample(**sample),
-        tokens=np.array(fields["tokens"], dtype=np.int32),
-        loss_mask=np.array(fields["loss_mask"], dtype=np.uint8),
-        logprobs=np.array(fields["logprobs"], dtype=np.float32),
-        version=Version(*fields["version"]),
-        status=Status(fields["status"]),
-        text=fields["text"],
-        reward=fields["reward"],
-        info=fields["info"],
-    )
+    version, status = Version(*found["version"]), Status(found["status"])
+    return Trajectory(**found | {"sample": Sample(**sample), "version": version, "status": status})

@@ -6,7 +6,6 @@ Modules log through ``structlog.get_logger(__name__)``; what libraries warn of a
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import structlog
@@ -32,18 +31,17 @@ class Logs:
         level: str = "INFO",
         worker: str | None = None,
     ) -> None:
-        before = _shared_processors(worker)
         self._handlers: list[logging.Handler] = []
+        self._worker = worker
         if console is not None:
             readable = structlog.dev.ConsoleRenderer(colors=console.is_terminal, pad_event_to=0)
-            self._add(_ConsoleHandler(console), level, [*before, _short_time], [readable])
+            self._add(_ConsoleHandler(console), level, _short_time, readable)
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
-            as_json: list[Processor] = [
-                structlog.processors.dict_tracebacks,
-                structlog.processors.JSONRenderer(),
-            ]
-            self._add(_LineHandler(run_dir / FILE_NAME), "DEBUG", before, as_json)
+            # It appends each line by one write, so lines of several processes don't mix.
+            file = logging.FileHandler(run_dir / FILE_NAME, encoding="utf-8")
+            as_json = structlog.processors.JSONRenderer()
+            self._add(file, "DEBUG", structlog.processors.dict_tracebacks, as_json)
         logging.getLogger("fsm_trainer").setLevel(logging.DEBUG)
         structlog.configure(
             processors=[
@@ -62,20 +60,24 @@ class Logs:
             logging.getLogger().removeHandler(handler)
             handler.close()
 
-    def _add(
-        self,
-        handler: logging.Handler,
-        level: str,
-        before: list[Processor],
-        render: list[Processor],
-    ) -> None:
-        drop = structlog.stdlib.ProcessorFormatter.remove_processors_meta
-        handler.setFormatter(
-            structlog.stdlib.ProcessorFormatter(processors=[*before, drop, *render])
-        )
+    def _add(self, handler: logging.Handler, level: str, *render: Processor) -> None:
+        before: list[Processor] = [
+            structlog.stdlib.add_log_level,
+            structlog.stdlib.add_logger_name,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            self._name_worker,
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+        ]
+        formatter = structlog.stdlib.ProcessorFormatter(processors=[*before, *render])
+        handler.setFormatter(formatter)
         handler.setLevel(level)
         logging.getLogger().addHandler(handler)
         self._handlers.append(handler)
+
+    def _name_worker(self, _: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        return event if self._worker is None else {"worker": self._worker, **event}
 
 
 class _ConsoleHandler(logging.Handler):
@@ -87,37 +89,6 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._console.print(Text.from_ansi(self.format(record)), soft_wrap=True)
-
-
-class _LineHandler(logging.Handler):
-    """Appends each line by one write, so that lines of several processes don't mix."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        os.write(self._descriptor, (self.format(record) + "\n").encode())
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-        super().close()
-
-
-def _shared_processors(worker: str | None) -> list[Processor]:
-    def name_worker(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-        if worker is not None:
-            event.setdefault("worker", worker)
-        return event
-
-    return [
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.stdlib.PositionalArgumentsFormatter(),
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.StackInfoRenderer(),
-        name_worker,
-    ]
 
 
 def _short_time(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

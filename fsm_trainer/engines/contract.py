@@ -58,8 +58,9 @@ class Finish(StrEnum):
 class Request:
     """One prompt to continue; the tokens drawn depend on these fields and the weights alone.
 
-    ``temperature`` 0 is greedy. ``stop`` holds the token ids that end the completion. Raises
-    ``DataError`` when a field is out of its range.
+    ``temperature`` 0 is greedy. ``stop`` holds the token ids that end the completion, beside the
+    model's own end tokens; where it is empty only the limit ends it. Raises ``DataError`` when a
+    field is out of its range.
     """
 
     id: str

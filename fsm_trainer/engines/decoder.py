@@ -35,6 +35,7 @@ COLUMNS = 16
 class _Sequence:
     request: Request
     version: Version
+    ends: Collection[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -49,7 +50,7 @@ class _Sequence:
 
     @property
     def finish(self) -> Finish | None:
-        if self.tokens and self.tokens[-1] in self.request.stop:
+        if self.tokens and self.tokens[-1] in self.ends:
             return Finish.STOP
         return Finish.LENGTH if len(self.tokens) == self.request.max_new_tokens else None
 
@@ -127,11 +128,10 @@ class Decoder:
     At most ``max_tokens`` cache positions are in use; further requests wait their turn, in order.
     """
 
-    def __init__(self, replica: Replica, max_tokens: int) -> None:
-        self._replica, self._max_tokens = replica, max_tokens
-        config = replica.model.config.get_text_config()
-        self._vocabulary: int = config.vocab_size
-        self._positions: int = config.max_position_embeddings
+    def __init__(
+        self, replica: Replica, max_tokens: int, ends: frozenset[int] = frozenset()
+    ) -> None:
+        self._replica, self._max_tokens, self._ends = replica, max_tokens, ends
         parameters = inspect.signature(replica.model.forward).parameters
         # transformers 5.2x renames the argument; the old name goes in 5.40.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -148,23 +148,18 @@ class Decoder:
         """Queue requests, all or none; raises DataError for one that can't be decoded."""
         for request in requests:
             self._check(request)
-        self._waiting.extend(_Sequence(request, version) for request in requests)
+        self._waiting.extend(
+            _Sequence(request, version, request.stop and {*request.stop, *self._ends})
+            for request in requests
+        )
 
     def _check(self, request: Request) -> None:
         spans = len(request.tokens) + request.max_new_tokens
-        if not 0 <= min(request.tokens) <= max(request.tokens) < self._vocabulary:
-            problem = (
-                f"a token is not in the vocabulary [0, {self._vocabulary}); use this model's "
-                "tokenizer"
+        if ROWS * _up(spans, COLUMNS) > self._max_tokens:
+            raise DataError(
+                f"request {request.id} (prompt and max_new_tokens): {spans} tokens; with "
+                f"max_batch_tokens {self._max_tokens} only {self._max_tokens // ROWS} fit"
             )
-        elif spans > self._positions:
-            problem = f"{spans} tokens, the model has {self._positions} positions; shorten it"
-        elif ROWS * _up(spans, COLUMNS) > self._max_tokens:
-            most = self._max_tokens // ROWS
-            problem = f"{spans} tokens; with max_batch_tokens {self._max_tokens} only {most} fit"
-        else:
-            return
-        raise DataError(f"request {request.id} (prompt and max_new_tokens): {problem}")
 
     def clear(self) -> None:
         """Forget every request and free the cache."""

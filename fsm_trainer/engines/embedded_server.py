@@ -17,18 +17,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsm_trainer.engines.contract import Completion, PauseMode, Request, Tag
+from fsm_trainer.engines.limits import Limits
+from fsm_trainer.engines.link_end import LinkEnd, Vitals, portable, resident_bytes
 from fsm_trainer.engines.process import Answer, Call
-from fsm_trainer.machine.errors import ActionFailed, FsmError
 
 if TYPE_CHECKING:
+    from fsm_trainer.engines.config import EmbeddedConfig
     from fsm_trainer.engines.decoder import Decoder
-    from fsm_trainer.engines.embedded import EngineConfig
     from fsm_trainer.engines.replica import Replica
-    from fsm_trainer.groups.lease import Lease
     from fsm_trainer.groups.membership import Membership
     from fsm_trainer.machine.version import Version
     from fsm_trainer.sync.manifest import Manifest, TensorSpec
@@ -57,8 +56,7 @@ class EmbeddedServer:
         self._held = False
         self._stepping = threading.Lock()
         self._generations: dict[str, _Generation] = {}
-        self._lease: Lease | None = None
-        self._revoked = False
+        self._link = LinkEnd()
 
     def read(self) -> None:
         """Take calls for ever; an idle engine waits here for the next, or for end of file."""
@@ -88,7 +86,7 @@ class EmbeddedServer:
             else:
                 self._answer(call.number, getattr(self, call.method)(*call.arguments))
         except Exception as error:
-            self._answer(call.number, error=_portable(call.method, error))
+            self._answer(call.number, error=portable(call.method, error))
 
     def _answer(self, number: int, result: object = None, error: Exception | None = None) -> None:
         with self._sending:
@@ -114,7 +112,7 @@ class EmbeddedServer:
                 failed = {each.number for each in self._generations.values()}
                 self._generations.clear()
                 for number in failed:
-                    self._answer(number, error=_portable("generate", error))
+                    self._answer(number, error=portable("generate", error))
                 return True
         self._deliver(completed)
         return True
@@ -128,7 +126,7 @@ class EmbeddedServer:
 
     # What moves resources: the main thread.
 
-    def start(self, folder: str, config: EngineConfig) -> list[TensorSpec]:
+    def start(self, folder: str, config: EmbeddedConfig) -> list[TensorSpec]:
         """Import what is heavy, and read the model's configuration."""
         import torch
         import transformers
@@ -139,7 +137,8 @@ class EmbeddedServer:
         torch.set_num_threads(config.threads)
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         self._replica = Replica(folder, config.dtype, config.device)
-        self._decoder = Decoder(self._replica, config.max_batch_tokens)
+        ends = Limits.of(folder).ends
+        self._decoder = Decoder(self._replica, config.max_batch_tokens, ends)
         # What the imports made lives as long as the process: no collection need look at it again.
         gc.freeze()
         return self._replica.specs
@@ -161,25 +160,18 @@ class EmbeddedServer:
         self._decoder.clear()
 
     def join(self, membership: Membership) -> None:
-        """Open the lease; a revocation may come meanwhile."""
-        from fsm_trainer.groups.lease import Lease
-
-        self._revoked = False
-        self._lease = Lease.open(membership, str(self._replica.device))
-        if self._revoked:
-            self.revoke()
+        """Open the lease."""
+        self._link.join(membership, str(self._replica.device))
 
     def leave(self) -> None:
         """Close the lease."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.close()
+        self._link.leave()
 
     def receive(self, manifest: Manifest) -> None:
         """Receive a push; what was cached under the old weights goes first."""
-        assert self._lease is not None  # the client's admission has seen to it
+        assert self._link.lease is not None  # the client's admission has seen to it
         self._decoder.clear()
-        self._replica.receive(self._lease, manifest)
+        self._replica.receive(self._link.lease, manifest)
 
     def reset_weights(self) -> None:
         """Zero the weights."""
@@ -210,30 +202,12 @@ class EmbeddedServer:
         self._queue.put(lambda: None)
 
     def revoke(self) -> None:
-        """Revoke the lease, or the one that is about to open."""
-        self._revoked = True
-        lease = self._lease
-        if lease is not None:
-            lease.revoke("the worker revoked it")
+        """Revoke the lease."""
+        self._link.revoke()
 
-    def vitals(self) -> tuple[int | None, tuple[str, ...], int, int]:
-        """What only this process knows: epoch, groups, resident and device bytes."""
-        from fsm_trainer.groups.lease import registered_groups
-
-        lease = self._lease
-        epoch = lease.epoch if lease is not None and lease.usable else None
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        resident = pages * os.sysconf("SC_PAGE_SIZE")
-        return epoch, registered_groups(), resident, self._replica.device_bytes
-
-
-def _portable(method: str, error: Exception) -> Exception:
-    """Return an error that the client's process can read: our own, or ActionFailed."""
-    if isinstance(error, FsmError):
-        return error
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(last.filename).name}:{last.lineno}"
-    return ActionFailed(f"the engine could not {method}: {type(error).__name__}: {error} ({where})")
+    def vitals(self) -> Vitals:
+        """What only this process knows."""
+        return Vitals(*self._link.groups, resident_bytes(), self._replica.device_bytes)
 
 
 def _or_exit(serve: Callable[[], None]) -> None:

@@ -32,7 +32,7 @@ class Replica:
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise CapabilityMissing(f"device {device!r}: torch sees no CUDA device; use 'cpu'")
         self.release()
-        self.specs = [TensorSpec.of(name, tensor) for name, tensor in _tensors(self.model).items()]
+        self.specs = _specs(self.model)
 
     def acquire(self) -> None:
         """Put zeros in the shape of the weights on the device."""
@@ -80,13 +80,27 @@ class Replica:
     def _build(self, device: torch.device) -> PreTrainedModel:
         # Built anew each time: the constructor fills buffers that no checkpoint holds (rotary
         # frequencies), which a copy of an empty model would lack.
-        with device, no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                self._config, dtype=self._dtype, attn_implementation="sdpa"
-            )
-        model.tie_weights()
-        model.train(False).requires_grad_(False)
-        return model
+        return _build(self._config, self._dtype, device)
+
+
+def layout(folder: str, dtype: str) -> list[TensorSpec]:
+    """Describe every tensor of the model in a folder, tied ones once; reads its config only."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return _specs(_build(config, getattr(torch, dtype), torch.device("meta")))
+
+
+def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    with device, no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
+    model.tie_weights()
+    model.train(False).requires_grad_(False)
+    return model
+
+
+def _specs(model: PreTrainedModel) -> list[TensorSpec]:
+    return [TensorSpec.of(name, tensor) for name, tensor in _tensors(model).items()]
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

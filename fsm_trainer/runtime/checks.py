@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
 from fsm_trainer.data.sources import JsonlConfig, read_set
 from fsm_trainer.document import Document, Key, nearest
+from fsm_trainer.engines.config import EmbeddedConfig
 from fsm_trainer.machine.errors import CapabilityMissing, ConfigError, DataError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.spec import Spec, load, schedules
@@ -142,8 +143,9 @@ class Checks:
             if total < value:
                 problem = f"a step has only {total} trajectories (prompts × copies)"
                 raise self.fail(at, value, problem, f"At most {total} {what}, or more prompts.")
-        longest = rollout.engine.max_batch_tokens
-        if rollout.max_new_tokens >= longest:
+        engine = rollout.engine
+        longest = engine.max_batch_tokens if isinstance(engine, EmbeddedConfig) else None
+        if longest is not None and rollout.max_new_tokens >= longest:
             problem = f"the engine has room for {longest} tokens (rollout.engine.max_batch_tokens)"
             remedy = "Fewer new tokens, or a larger max_batch_tokens."
             raise self.fail("rollout.max_new_tokens", rollout.max_new_tokens, problem, remedy)

@@ -21,7 +21,7 @@ from fsm_trainer.data.models import ModelSpec
 from fsm_trainer.data.rewards import RewardConfig
 from fsm_trainer.data.sources import DataConfig
 from fsm_trainer.document import Document, Key
-from fsm_trainer.engines.embedded import EngineConfig
+from fsm_trainer.engines.config import EmbeddedConfig, EngineConfig
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.spec import Spec
@@ -57,8 +57,8 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True):
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
     )
     """``module:function`` of the hook ``async generate(context, sample)``."""
-    engine: EngineConfig = EngineConfig()
-    """The engine."""
+    engine: EngineConfig = EmbeddedConfig()
+    """The engine: ``kind: embedded`` or ``sglang``."""
 
 
 class EvaluationConfig(BaseModel, extra="forbid", frozen=True):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsm_trainer.engines.link_end import resident_bytes
 from fsm_trainer.groups.membership import Membership
 from fsm_trainer.groups.rendezvous import Address
 from fsm_trainer.machine.events import Effect
@@ -123,9 +124,3 @@ class Host(ABC):
         from fsm_trainer.groups.lease import registered_groups
 
         return Status(os.getpid(), self.lifecycle.worker, registered_groups(), resident_bytes())
-
-
-def resident_bytes() -> int:
-    """The resident set of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -10,8 +10,10 @@ from typing import Any
 
 from fsm_trainer.data.models import load_tokenizer
 from fsm_trainer.data.trajectory import Sample, Trajectory
+from fsm_trainer.engines.config import EngineConfig, SglangConfig
 from fsm_trainer.engines.contract import Engine, Tag
-from fsm_trainer.engines.embedded import EmbeddedEngine, EngineConfig
+from fsm_trainer.engines.embedded import EmbeddedEngine
+from fsm_trainer.engines.sglang import SglangEngine
 from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource
 from fsm_trainer.machine.version import Version
@@ -30,7 +32,11 @@ class RolloutHost(Host):
     def __init__(
         self, place: Place, config: EngineConfig, model: Path, hook: str, max_new_tokens: int
     ) -> None:
-        self.engine: Engine = EmbeddedEngine(place.name, model, config)
+        self.engine: Engine = (
+            SglangEngine(place.name, model, config)
+            if isinstance(config, SglangConfig)
+            else EmbeddedEngine(place.name, model, config)
+        )
         self._model, self._max_new_tokens = model, max_new_tokens
         self._hook: Hook = resolve_name(hook)
         self._tokenizer: Any = None

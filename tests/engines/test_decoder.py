@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from fsm_trainer.engines.config import EmbeddedConfig
 from fsm_trainer.engines.contract import Completion, Finish, Request, Tag
 from fsm_trainer.engines.decoder import Decoder
-from fsm_trainer.engines.embedded import EngineConfig
 from fsm_trainer.engines.embedded_server import EmbeddedServer
 from fsm_trainer.engines.replica import Replica
 from fsm_trainer.machine.errors import CapabilityMissing, DataError
@@ -119,7 +119,7 @@ def test_released_weights_are_given_back_to_the_system(tmp_path: Path) -> None:
     Qwen3Config(**{**SHAPE, **shape}).save_pretrained(tmp_path)
     ours, theirs = Pipe()
     server = EmbeddedServer(theirs)
-    size = sum(spec.bytes for spec in server.start(str(tmp_path), EngineConfig()))
+    size = sum(spec.bytes for spec in server.start(str(tmp_path), EmbeddedConfig()))
     gc.unfreeze()
     server.release(Tag.KV)
     sleeping = server.vitals()[2]

@@ -29,7 +29,7 @@ SMALL = (
     "metrics.tensorboard=false",
 )
 DEADLINE = 240.0
-LEFTOVERS = ("ray::", "raylet", "gcs_server", "fsm_trainer.engines", "reward_process")
+LEFTOVERS = ("ray::", "raylet", "gcs_server", "fsm_trainer.engines", "reward_process", "sglang")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def command(*arguments: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """As the tests', with the package importable from anywhere and one thread a process."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,45 @@ import pytest
 import torch
 
 from fsm_trainer.data.tiny import TinyModelConfig, make_tiny_model
+from fsm_trainer.engines.config import EmbeddedConfig, SglangConfig
 from fsm_trainer.engines.contract import Engine, PauseMode, Request, Tag
-from fsm_trainer.engines.embedded import EmbeddedEngine, EngineConfig
+from fsm_trainer.engines.embedded import EmbeddedEngine
+from fsm_trainer.engines.sglang import SglangEngine
 from fsm_trainer.machine.version import Version
-from tests.engines import weights as peer
+from tests.contract import weights as peer
 from tests.groups.world import Member, World
 
-#: The suite is one; every engine that we have goes through it.
-ENGINES: dict[str, Callable[[str, Path], Engine]] = {
-    "embedded": lambda name, model: EmbeddedEngine(name, model, EngineConfig(call_timeout=20)),
+HERE = find_spec("sglang") is not None
+# For a CPU without SGLang's kernels; sglang_cpu/ holds what else it needs.
+ON_CPU = {
+    "attention_backend": "torch_native",
+    "grammar_backend": "none",
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "max_total_tokens": 8192,
+    "max_running_requests": 16,
 }
+
+
+def embedded(name: str, model: Path) -> Engine:
+    return EmbeddedEngine(name, model, EmbeddedConfig(call_timeout=20))
+
+
+def sglang(name: str, model: Path) -> Engine:
+    return SglangEngine(
+        name, model, SglangConfig(kind="sglang", call_timeout=20, arguments=dict(ON_CPU))
+    )
+
+
+#: The suite is one; every engine that we have goes through it.
+ENGINES: dict[str, Callable[[str, Path], Engine]] = {"embedded": embedded, "sglang": sglang}
+KINDS = [
+    "embedded",
+    pytest.param(
+        "sglang",
+        marks=pytest.mark.skipif(not HERE, reason="SGLang isn't installed: tox run -e sglang"),
+    ),
+]
 # Seconds for what must happen at once, on a busy machine.
 AT_ONCE = 2.0
 # New tokens of a request that is still in flight when a test looks.
@@ -119,7 +149,7 @@ def world() -> Iterator[World]:
     world.close()
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=KINDS)
 def bench(request: pytest.FixtureRequest, tiny: Path, world: World) -> Iterator[Bench]:
     """An engine for all tests of a module; nothing of it is left behind at the end."""
     world.members(1)

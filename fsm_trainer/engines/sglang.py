@@ -1,0 +1,303 @@
+"""SGLang behind the contract: its HTTP server for requests, our own loader for weights.
+
+SGLang's own way of taking weights trusts its sender: it neither checks names and sizes nor bounds
+its waits. So the link's end is ours (`sglang_loader`, inside SGLang's scheduler processes), and
+HTTP carries what is SGLang's own: generation, pauses, caches and memory. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from fsm_trainer.data.child import PROMPT
+from fsm_trainer.engines.config import SglangConfig
+from fsm_trainer.engines.contract import Completion, PauseMode, Request, Tag
+from fsm_trainer.engines.process import Caller, EngineProcess, Server
+from fsm_trainer.engines.remote import RemoteEngine
+from fsm_trainer.engines.sglang_api import Api, command
+from fsm_trainer.machine.errors import DeadlineExceeded, EngineFailed
+from fsm_trainer.machine.version import Version
+
+if TYPE_CHECKING:
+    from fsm_trainer.engines.contract import Engine
+    from fsm_trainer.engines.link_end import Vitals
+    from fsm_trainer.groups.membership import Membership
+    from fsm_trainer.sync.manifest import Manifest, TensorSpec
+
+# Seconds between two looks whether a server is up.
+_LOOK = 0.2
+
+
+class SglangEngine(RemoteEngine):
+    """An `Engine` that is an SGLang server, of the worker's own or at a URL.
+
+    With ``deterministic``, tokens depend on a request and the weights alone as long as no greedy
+    request shares the batch: SGLang then draws by rank instead of by token.
+    """
+
+    def __init__(self, name: str, model: str | os.PathLike[str], config: SglangConfig) -> None:
+        self._config = config
+        super().__init__(name, model, config)
+
+    def _launch(self) -> Server:
+        return SglangServer(self.name, self._model, self._config)
+
+    def _bring_up(self, server: Server) -> list[TensorSpec]:
+        assert isinstance(server, SglangServer)  # of _launch
+        return server.bring_up()
+
+
+class SglangServer(Server):
+    """One SGLang server: its HTTP side, and an agent of ours in each of its schedulers."""
+
+    def __init__(self, name: str, model: str, config: SglangConfig) -> None:
+        self.name, self._model, self._config = name, model, config
+        self._secret = secrets.token_hex(16)
+        self._door = socket.create_server((_way_to(config.url), 0), backlog=config.tensor_parallel)
+        self._agents: list[_Agent] = []
+        self._process: EngineProcess | None = None
+        self._serving: Future[Any] | None = None
+        self._port: socket.socket | None = None
+        self._stopped: str | None = None
+        self.pid, url, key = 0, config.url, config.api_key
+        if url is None:
+            self._port, number = _reserved_port()
+            url, key = f"http://127.0.0.1:{number}", secrets.token_hex(16)
+            self._process = EngineProcess(name, "fsm_trainer.engines.sglang_server")
+            self._serving = self._process.submit("serve", *command(model, url, key, config))
+            self.pid = self._process.pid
+        self._api = Api(url, key, config, self._gone)
+
+    # -- life --------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> str | None:  # type: ignore[override]
+        """How it ended, None while it answers."""
+        return (self._process.ended if self._process is not None else None) or self._stopped
+
+    def bring_up(self) -> list[TensorSpec]:
+        """Wait until it serves, meet its schedulers, learn its tensors, and put it to sleep."""
+        deadline = time.monotonic() + self._config.start_timeout
+        while not self._api.up():
+            if self._serving is not None and self._serving.done():
+                self._serving.result()
+            if self.ended is not None:
+                raise EngineFailed(f"{self.name}: {self.ended} before it was up; see its output")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{self.name}: SGLang at {self._api.url} was not up within "
+                    f"{self._config.start_timeout:g} s; see its output, or give more start_timeout"
+                )
+            time.sleep(_LOOK)
+        self._api.check(self.name)
+        self._meet()
+        specs: list[TensorSpec] = self._on_schedulers("learn", self._model, self._config.dtype)
+        for tag in Tag:
+            self.release(tag)
+        return specs
+
+    def _meet(self) -> None:
+        """Let each scheduler process connect to us."""
+        told = _in_background(self._api.run_loader, self._order(greet=True))
+        ranks: dict[int, _Agent] = {}
+        self._door.settimeout(PROMPT)
+        while len(ranks) < self._config.tensor_parallel:
+            try:
+                wire, _ = self._door.accept()
+            except TimeoutError:
+                told.result(PROMPT)  # what the server said, if it refused
+                count, where = self._config.tensor_parallel, self._door.getsockname()
+                raise DeadlineExceeded(
+                    f"{self.name}: {len(ranks)} of {count} SGLang schedulers came to {where}; can "
+                    "they reach it, and import fsm_trainer?"
+                ) from None
+            wire.settimeout(None)
+            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(wire.detach())
+            greeting = json.loads(connection.recv_bytes(1024)) if connection.poll(PROMPT) else {}
+            if secrets.compare_digest(str(greeting.get("key")), self._secret):
+                rank, pid = int(greeting["rank"]), int(greeting["pid"])
+                ranks[rank] = _Agent(f"{self.name}/{rank}", connection, self, pid)
+            else:
+                connection.close()
+        self._agents = [ranks[rank] for rank in sorted(ranks)]
+        self.pid = self.pid or self._agents[0].pid
+        told.result(PROMPT)
+
+    def kill(self) -> None:
+        """End a server of our own, or let go of one elsewhere; see `Server.kill`."""
+        self._stopped = self._stopped or "it was stopped, or a scheduler closed its connection"
+        if self._process is not None:
+            self._process.kill()
+        for agent in self._agents:
+            agent.hang_up()
+        self._door.close()
+        if self._port is not None:
+            self._port.close()
+
+    def _gone(self, path: str, error: Exception) -> EngineFailed:
+        """A connection breaks a moment before it is known why."""
+        until = time.monotonic() + PROMPT
+        while self.ended is None and self._process is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        return EngineFailed(f"{self.name}: {self.ended or f'{path}: {error!r}'}; start it anew")
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def submit(self, method: str, *arguments: Any) -> Future[Any]:
+        """Carry out one of the methods below in a thread; see `Server.submit`."""
+        if self.ended is not None:
+            raise EngineFailed(f"{self.name}: {self.ended}; start it anew")
+        return _in_background(getattr(self, method), *arguments)
+
+    def generate(self, requests: Sequence[Request], version: Version) -> list[Completion]:
+        """Continue prompts."""
+        return self._api.generate(requests, version)
+
+    def abort(self, ids: Collection[str] | None) -> None:
+        """End requests between two steps."""
+        self._api.abort(ids)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop drawing tokens."""
+        self._api.pause(mode)
+
+    def unpause(self) -> None:
+        """Go on."""
+        self._api.unpause()
+
+    def acquire(self, tag: Tag) -> None:
+        """Map memory; SGLang would serve whatever weights lie in it, so they are zeroed."""
+        self._api.acquire(tag)
+        if tag is Tag.WEIGHTS:
+            self.reset_weights()
+
+    def release(self, tag: Tag) -> None:
+        """Unmap memory."""
+        self._api.release(tag)
+
+    def flush(self) -> None:
+        """Drop the prefix cache."""
+        self._api.flush()
+
+    def reset_weights(self) -> None:
+        """Zero the weights."""
+        self._on_schedulers("reset_weights")
+
+    def receive(self, manifest: Manifest) -> None:
+        """Receive a push on the schedulers' own threads."""
+        self._on_schedulers("receive", manifest)
+
+    def checksums(self) -> Mapping[str, str]:
+        """Checksum the weights."""
+        found: Mapping[str, str] = self._on_schedulers("checksums")
+        return found
+
+    def join(self, membership: Membership) -> None:
+        """Open the lease in every scheduler: each is a member, one rank after the other."""
+        first = membership.rank
+        told = [
+            agent.submit("join", dataclasses.replace(membership, rank=first + index))
+            for index, agent in enumerate(self._agents)
+        ]
+        try:
+            _all_of(told)
+        except BaseException:
+            self.leave()  # those that opened theirs
+            raise
+
+    def leave(self) -> None:
+        """Close the lease."""
+        _all_of([agent.submit("leave") for agent in self._agents])
+
+    def revoke(self) -> None:
+        """Revoke the lease."""
+        _all_of([agent.submit("revoke") for agent in self._agents])
+
+    def vitals(self) -> Vitals:
+        """What the first scheduler knows of itself."""
+        found: Vitals = self._agents[0].submit("vitals").result()
+        return found
+
+    def _on_schedulers(self, method: str, *arguments: Any) -> Any:
+        """Call every agent on its scheduler's thread; the first one's result."""
+        told = [agent.submit(method, *arguments) for agent in self._agents]
+        try:
+            self._api.run_loader(self._order(greet=False))
+        except BaseException:
+            self.kill()  # the agents hold a call that nobody will start
+            raise
+        return _all_of(told)[0]
+
+    def _order(self, greet: bool) -> str:
+        address = self._door.getsockname()
+        return json.dumps({"address": address, "key": self._secret, "greet": greet})
+
+
+class _Agent(Caller):
+    """Our agent in one scheduler process; when it ends, so does the engine."""
+
+    def __init__(self, name: str, connection: Connection, server: SglangServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+        super().__init__(name, connection)
+
+    def hang_up(self) -> None:
+        """Close the connection, whoever waits for it."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as wire:
+            wire.shutdown(socket.SHUT_RDWR)
+
+    def _end(self) -> None:
+        self._server.kill()
+
+    def _how(self) -> str:
+        return self._server.ended or "it was stopped"
+
+
+def _all_of(told: Sequence[Future[Any]]) -> list[Any]:
+    """The results of calls whose deadline is their caller's: it ends the server, and so them."""
+    return [future.result() for future in told]
+
+
+def _in_background(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _reserved_port() -> tuple[socket.socket, int]:
+    """A port for a server that binds it itself: held, and not listened on, nobody else gets it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held, held.getsockname()[1]
+
+
+def _way_to(url: str | None) -> str:
+    """The address of this machine that a server at ``url`` can reach."""
+    parts = urlsplit(url or "http://127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+if TYPE_CHECKING:
+    _keeps_the_contract: type[Engine] = SglangEngine

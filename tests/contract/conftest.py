@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -19,11 +21,43 @@ from fsm_trainer.engines.config import EmbeddedConfig, SglangConfig
 from fsm_trainer.engines.contract import Engine, PauseMode, Request, Tag
 from fsm_trainer.engines.embedded import EmbeddedEngine
 from fsm_trainer.engines.sglang import SglangEngine
+from fsm_trainer.groups.membership import Membership
 from fsm_trainer.machine.version import Version
 from tests.contract import weights as peer
 from tests.groups.world import Member, World
 
 HERE = find_spec("sglang") is not None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where the engines live: cpu, or cuda")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a suite runs, and what follows for it."""
+
+    device: str
+
+    @property
+    def cuda(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.cuda else "gloo"
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        # SGLang's kernels on a GPU round float32 to TF32 on the way.
+        return "bfloat16" if self.cuda else "float32"
+
+
+@pytest.fixture(scope="session")
+def site(request: pytest.FixtureRequest) -> Site:
+    return Site(request.config.getoption("--device"))
+
+
 # For a CPU without SGLang's kernels; sglang_cpu/ holds what else it needs.
 ON_CPU = {
     "attention_backend": "torch_native",
@@ -35,18 +69,35 @@ ON_CPU = {
 }
 
 
-def embedded(name: str, model: Path) -> Engine:
-    return EmbeddedEngine(name, model, EmbeddedConfig(call_timeout=20))
+ON_CUDA = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "max_running_requests": 16,
+}
 
 
-def sglang(name: str, model: Path) -> Engine:
-    return SglangEngine(
-        name, model, SglangConfig(kind="sglang", call_timeout=20, arguments=dict(ON_CPU))
+def embedded(name: str, model: Path, site: Site) -> Engine:
+    return EmbeddedEngine(
+        name, model, EmbeddedConfig(call_timeout=20, dtype=site.dtype, device=site.device)
     )
 
 
+def sglang(name: str, model: Path, site: Site) -> Engine:
+    config = SglangConfig(
+        kind="sglang",
+        call_timeout=20,
+        dtype=site.dtype,
+        device=site.device,
+        memory_fraction=0.1 if site.cuda else None,
+        arguments=ON_CUDA if site.cuda else ON_CPU,
+    )
+    return SglangEngine(name, model, config)
+
+
 #: The suite is one; every engine that we have goes through it.
-ENGINES: dict[str, Callable[[str, Path], Engine]] = {"embedded": embedded, "sglang": sglang}
+ENGINES: dict[str, Callable[[str, Path, Site], Engine]] = {"embedded": embedded, "sglang": sglang}
 KINDS = [
     "embedded",
     pytest.param(
@@ -92,19 +143,24 @@ def gone(pid: int) -> bool:
 
 
 class Bench:
-    """One engine, and a real process that sends it weights over gloo."""
+    """One engine, and a real process that sends it weights."""
 
-    def __init__(self, engine: Engine, world: World) -> None:
-        self.engine, self.world = engine, world
+    def __init__(self, engine: Engine, world: World, site: Site) -> None:
+        self.engine, self.world, self.site = engine, world, site
         self.number = 0
 
     @property
     def sender(self) -> Member:
         return self.world.members(1)[0]
 
+    def memberships(self, timeout: float = 5.0) -> list[Membership]:
+        """The sender's place, and the engine's."""
+        places = self.world.memberships(2, timeout)
+        return [dataclasses.replace(each, backend=self.site.backend) for each in places]
+
     def connect(self, timeout: float = 5.0) -> None:
-        ours, theirs = self.world.memberships(2, timeout)
-        answer = self.sender.call(peer.join, ours)
+        ours, theirs = self.memberships(timeout)
+        answer = self.sender.call(peer.join, ours, self.site.device)
         self.engine.join(theirs)
         assert answer.get() is None
 
@@ -150,13 +206,16 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def bench(request: pytest.FixtureRequest, tiny: Path, world: World) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, tiny: Path, world: World, site: Site) -> Iterator[Bench]:
     """An engine for all tests of a module; nothing of it is left behind at the end."""
     world.members(1)
     before = descendants(), len(os.listdir("/proc/self/fd"))
-    engine = ENGINES[request.param]("rollout-0", tiny)
+    engine = ENGINES[request.param]("rollout-0", tiny, site)
     engine.start()
-    bench = Bench(engine, world)
+    bench = Bench(engine, world, site)
+    if site.cuda:
+        bench.serve()
+        engine.generate(long_requests())  # kernels are compiled at their first use
     yield bench
     engine.stop()
     engine.stop()

@@ -40,6 +40,7 @@ from tests.contract.conftest import (
     KINDS,
     LONG,
     Bench,
+    Site,
     background,
     descendants,
     gone,
@@ -69,7 +70,7 @@ def test_a_sleeper_refuses_requests_at_once(bench: Bench) -> None:
         bench.engine.release(tag)
     refused(bench.engine, "weights not held; kv not held", "generate", ONE)
     refused(bench.engine, "weights not held", "checksums")
-    refused(bench.engine, "weights not held", "join", bench.world.memberships(2)[1])
+    refused(bench.engine, "weights not held", "join", bench.memberships()[1])
 
 
 def test_serving_requires_every_resource_and_a_version(bench: Bench) -> None:
@@ -138,7 +139,7 @@ def test_an_update_is_bracketed_and_never_nested(awake: Bench) -> None:
     refused(engine, "the update's tensors not held", "end_update", Version(9, 9))
     refused(engine, "an update is open", "generate", ONE)
     refused(engine, "link already held", "release", Tag.WEIGHTS)
-    refused(engine, "link already held", "join", awake.world.memberships(2)[1])
+    refused(engine, "link already held", "join", awake.memberships()[1])
     engine.end_update(None)
     assert engine.version() == before, "no byte has moved"
     engine.begin_update(manifest)
@@ -159,7 +160,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(awake: Bench, change: 
     other = {
         "name": [dataclasses.replace(first, name="model.elsewhere")],
         "shape": [dataclasses.replace(first, shape=(first.shape[0] + 1, *first.shape[1:]))],
-        "dtype": [dataclasses.replace(first, dtype="bfloat16")],
+        "dtype": [dataclasses.replace(first, dtype="float16")],
         "missing": [],
     }[change]
     before, sums = awake.engine.version(), awake.engine.checksums()
@@ -231,7 +232,7 @@ def test_revoke_ends_a_receive_from_a_silent_sender(awake: Bench) -> None:
 
 def test_join_names_who_did_not_come(awake: Bench) -> None:
     with pytest.raises(PeerLost, match="member-0"):
-        awake.engine.join(awake.world.memberships(2, timeout=1.0)[1])
+        awake.engine.join(awake.memberships(timeout=1.0)[1])
     refused(awake.engine, "link not held", "leave")
     awake.connect()
     awake.disconnect()
@@ -248,7 +249,7 @@ def test_what_would_pull_the_rug_is_refused_with_requests_in_flight(
         ("release", Tag.WEIGHTS),
         ("flush",),
         ("reset_weights",),
-        ("join", awake.world.memberships(2)[1]),
+        ("join", awake.memberships()[1]),
     ):
         refused(awake.engine, "4 requests in flight", method, *arguments)
     refused(awake.engine, "4 requests held in place", "drain", 5.0)
@@ -417,6 +418,8 @@ def test_another_seed_draws_other_tokens(awake: Bench) -> None:
 
 
 def test_log_probs_are_those_of_transformers(awake: Bench, tiny: Path) -> None:
+    if awake.site.cuda:
+        pytest.skip("the bound is float32's; on a GPU the engines compute in bfloat16 here")
     awake.serve(71)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(tiny), attn_implementation="eager"
@@ -470,8 +473,8 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_an_engine_that_was_not_started_refuses(kind: str, tiny: Path) -> None:
-    engine = ENGINES[kind]("rollout-7", tiny)
+def test_an_engine_that_was_not_started_refuses(kind: str, tiny: Path, site: Site) -> None:
+    engine = ENGINES[kind]("rollout-7", tiny, site)
     with pytest.raises(Refused, match="not started"):
         engine.acquire(Tag.WEIGHTS)
     engine.stop()
@@ -498,9 +501,9 @@ def test_an_engine_that_is_killed_in_a_push_fails_at_once_and_starts_anew(awake:
     assert engine.generate(ONE)[0].finish is Finish.LENGTH
 
 
-def test_a_process_that_does_not_answer_is_ended_at_once(kind: str, tiny: Path) -> None:
+def test_a_process_that_does_not_answer_is_ended_at_once(kind: str, tiny: Path, site: Site) -> None:
     before = descendants()
-    engine = ENGINES[kind]("rollout-7", tiny)
+    engine = ENGINES[kind]("rollout-7", tiny, site)
     starting = background(engine.start)
 
     def up() -> list[int]:
@@ -536,9 +539,9 @@ def test_an_engine_ends_with_its_worker_and_not_with_the_thread_that_started_it(
 
 
 def test_a_folder_without_a_model_is_refused_and_leaves_no_process(
-    kind: str, tmp_path: Path
+    kind: str, tmp_path: Path, site: Site
 ) -> None:
     before = descendants()
     with pytest.raises(ConfigError, match=r"config\.json"):
-        ENGINES[kind]("rollout-8", tmp_path).start()
+        ENGINES[kind]("rollout-8", tmp_path, site).start()
     assert descendants() <= before

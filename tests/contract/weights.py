@@ -37,8 +37,9 @@ def manifest(specs: Sequence[TensorSpec]) -> Manifest:
     return Manifest(tuple(specs), bucket_bytes=BUCKET_BYTES)
 
 
-def join(held: dict[str, Any], membership: Membership) -> None:
-    held["lease"] = Lease.open(membership)
+def join(held: dict[str, Any], membership: Membership, device: str) -> None:
+    held["lease"] = Lease.open(membership, device)
+    held["device"] = device
 
 
 def leave(held: dict[str, Any]) -> None:
@@ -48,7 +49,8 @@ def leave(held: dict[str, Any]) -> None:
 def send(
     held: dict[str, Any], specs: Sequence[TensorSpec], named: Iterable[tuple[str, torch.Tensor]]
 ) -> PushReport:
-    return Sender().send(held["lease"], named, manifest(specs), Version(0, 1))
+    there = ((name, tensor.to(held["device"])) for name, tensor in named)
+    return Sender().send(held["lease"], there, manifest(specs), Version(0, 1))
 
 
 def push(held: dict[str, Any], specs: Sequence[TensorSpec], seed: int) -> int:

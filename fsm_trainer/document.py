@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+import threading
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -58,6 +59,26 @@ class LineError(DataError):
     def __init__(self, path: Path, line: int | None, reason: str) -> None:
         self.path, self.line, self.reason = path, line, reason
         super().__init__(f"{path}: {reason}" if line is None else f"{path}:{line}: {reason}")
+
+
+class LineFile:
+    """A file that grows by whole lines; any thread may append, under ``lock``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock = path, threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a", encoding="utf-8", buffering=1)
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        with self.lock:
+            self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def read_lines(path: Path, model: type[M], error: type[LineError] = LineError) -> list[M]:

@@ -74,26 +74,24 @@ def roles() -> str:
 
 
 def _role(spec: Spec, name: str) -> str:
-    holds, edges = machine(spec, name)
+    found = machine(spec, name)
     if name == LINK:
-        return table(["trigger", "from", "to"], [[t, s, d] for s, d, t in edges])
-    role = spec.roles[Role(name)]
-    moves = [
-        [t.trigger, t.source, t.dest, _code(t.guard.text), t.joint or ""] for t in role.transitions
-    ]
-    work = [
-        [name, ", ".join(sorted(a.needs)), _code(a.guard.text), a.joint or ""]
-        for name, a in role.actions.items()
-    ]
+        return table(["trigger", "from", "to"], [list(t.values()) for t in found["transitions"]])
+    columns = ("trigger", "from", "to", "guard", "joint")
+    moves = [[_shown(key, t[key]) for key in columns] for t in found["transitions"]]
+    actions = [{"action": action, **rest} for action, rest in found["actions"].items()]
+    work = [[_shown(key, value) for key, value in action.items()] for action in actions]
+    holds = [[state, ", ".join(held) or "nothing"] for state, held in found["states"].items()]
     return "\n\n".join([
-        table(["state", "holds"], [[s, ", ".join(held) or "nothing"] for s, held in holds.items()]),
-        table(["trigger", "from", "to", "guard", "joint"], moves),
+        table(["state", "holds"], holds),
+        table([*columns], moves),
         table(["action", "needs", "guard", "joint"], work),
     ])  # fmt: skip
 
 
-def _code(text: str) -> str:
-    return f"`{text}`" if text else ""
+def _shown(column: str, value: str | list[str] | None) -> str:
+    text = ", ".join(value) if isinstance(value, list) else value or ""
+    return f"`{text}`" if text and column == "guard" else text
 
 
 def steps() -> str:

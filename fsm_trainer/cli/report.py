@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -141,7 +141,7 @@ def write_report(run_dir: Path, out_path: Path) -> Path:
         title=f"Run {run_dir.resolve().name}",
         run=run,
         begun=datetime.fromtimestamp(min(run.times), UTC) if run.times else None,
-        tiles=list(_tiles(run)),
+        summary=run.summary(),
         rewards=line_chart(_rewards(run.rows)),
         others=_small_charts(run.rows),
         phases=charts.stacked_bars([(float(row.step), row.phase_seconds) for row in run.steps]),
@@ -216,23 +216,6 @@ def _counts(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
 
 def _transitions_first(counted: tuple[str, object]) -> tuple[bool, str]:
     return not counted[0].startswith("transition "), counted[0]
-
-
-def _tiles(run: Run) -> Iterator[tuple[str, str, bool]]:
-    """Value and name of each main number, and whether it is a bad one."""
-    summary, seconds = run.summary(), run.summary().step_seconds
-    yield f"{summary.steps}", "steps", False
-    for stage, reward in summary.eval_reward.items():
-        if stage is not Stage.TRAIN:
-            yield f"{reward:.3f}", f"held-out reward, {stage.value}", False
-    if summary.rise is not None:
-        yield f"{summary.rise:+.3f}", "rise by reinforcement learning", False
-    if seconds > 0:
-        yield f"{seconds / len(run.steps):.2f}", "seconds a step", False
-        yield f"{summary.tokens / seconds:,.0f}", "tokens a second", False
-    yield f"{summary.faults}", "faults", summary.faults > 0
-    if summary.failed:
-        yield f"{summary.failed}", "failed transitions and actions", True
 
 
 def _rewards(rows: Sequence[MetricsRow]) -> list[Series]:

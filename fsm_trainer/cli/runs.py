@@ -109,10 +109,9 @@ def report(
     if not run_dir.is_dir():
         remedy = "Give the --out of fsm-train run"
         raise ConfigError(f"RUN_DIR {run_dir}: there is no such folder. {remedy}")
-    if as_json and out is None:
-        shell.print_json(load_run(run_dir).summary().model_dump(mode="json"))
-        return
-    path = write_report(run_dir, out or run_dir / "report.html")
+    path = out or run_dir / "report.html"
+    if out is not None or not as_json:
+        write_report(run_dir, path)
     if as_json:
         shell.print_json(load_run(run_dir).summary().model_dump(mode="json"))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,8 +121,10 @@ def plan(
         table.add_section()
     out = shell.console()
     out.print(table)
-    out.print(f"A steady step takes {_total(planned)} transitions:")
-    for trigger, workers in transitions_per_step(planned).items():
+    counts = transitions_per_step(planned)
+    total = sum(sum(workers.values()) for workers in counts.values())
+    out.print(f"A steady step takes {total} transitions:")
+    for trigger, workers in counts.items():
         out.print(f"  {trigger}: {', '.join(f'{w} {n}×' for w, n in workers.items())}")
 
 
@@ -133,10 +136,6 @@ def transitions_per_step(planned: Plan) -> dict[str, dict[str, int]]:
             if move.name in list(Trigger):
                 counts.setdefault(move.name, Counter()).update(move.workers)
     return {trigger: dict(workers) for trigger, workers in counts.items()}
-
-
-def _total(planned: Plan) -> int:
-    return sum(sum(workers.values()) for workers in transitions_per_step(planned).values())
 
 
 def _plan_document(system: System, planned: Plan) -> dict[str, Any]:
@@ -177,57 +176,29 @@ def graph(
     known = [*map(str, spec.roles), LINK]
     names = known if role is None else [shell.chosen("--role", role, known)]
     if as_json:
-        text = None
-        document = {name: _machine_document(spec, name) for name in names}
-    elif form is Format.SVG:
-        if len(names) > 1:
-            raise ConfigError(f"--format svg: one drawing a file. Add --role, of {known}")
-        holds, edges = machine(spec, names[0])
-        text = state_diagram_svg(holds, [(s, d, _broken(label)) for s, d, label in edges])
-    else:
+        shell.print_json({name: machine(spec, name) for name in names})
+        return
+    if form is Format.MERMAID:
         text = "\n".join(mermaid(spec, name) for name in names)
-    if text is None:
-        shell.print_json(document)
-    elif out is None:
+    elif len(names) > 1:
+        raise ConfigError(f"--format svg: one drawing a file. Add --role, of {known}")
+    else:
+        holds, edges = drawn(spec, names[0])
+        text = state_diagram_svg(holds, [(s, d, _broken(label)) for s, d, label in edges])
+    if out is None:
         typer.echo(text, nl=False)
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
 
 
-def machine(spec: Spec, name: str) -> tuple[dict[str, tuple[str, ...]], list[Edge]]:
-    """A role's machine, or the link's: what each state holds, and the edges with their labels."""
+def machine(spec: Spec, name: str) -> dict[str, Any]:
+    """A role's machine, or the link's: states and what they hold, transitions and actions."""
     if name == LINK:
-        moves = [(str(s), str(d), trigger) for (s, trigger), d in spec.link_moves.items()]
-        return {state: () for s, d, _ in moves for state in (s, d)}, moves
-    table = spec.roles[Role(name)]
-    holds = {str(state): held for state, held in table.holds.items()}
-    edges = [
-        (str(t.source), str(t.dest), f"{t.trigger} [{t.guard.text}]" if t.guard.text else t.trigger)
-        for t in table.transitions
-    ]
-    return holds, [(s, d, str(label)) for s, d, label in edges]
-
-
-def _broken(label: str) -> str:
-    """A label whose guard stands below its trigger, a part a line: guards are wider than gaps."""
-    return label.replace(" [", "\n[", 1).replace(" and ", "\nand ")
-
-
-def mermaid(spec: Spec, name: str) -> str:
-    """The Mermaid diagram of a role, or of the link; each state says what it holds."""
-    holds, edges = machine(spec, name)
-    lines = [
-        f"    {state}: {state}\n    {state}: {', '.join(h)}" for state, h in holds.items() if h
-    ]
-    return state_diagram_mermaid(name, edges) + "".join(f"{line}\n" for line in lines)
-
-
-def _machine_document(spec: Spec, name: str) -> dict[str, Any]:
-    if name == LINK:
-        holds, edges = machine(spec, name)
-        rows = [{"trigger": t, "from": s, "to": d} for s, d, t in edges]
-        return {"states": list(holds), "transitions": rows}
+        moves = [(t, str(s), str(d)) for (s, t), d in spec.link_moves.items()]
+        rows = [dict(zip(("trigger", "from", "to"), move, strict=True)) for move in moves]
+        states = dict.fromkeys(state for _, *ends in moves for state in ends)
+        return {"states": list(states), "transitions": rows}
     table = spec.roles[Role(name)]
     return {
         "states": {str(state): list(held) for state, held in table.holds.items()},
@@ -246,3 +217,26 @@ def _machine_document(spec: Spec, name: str) -> dict[str, Any]:
             for name, a in table.actions.items()
         },
     }
+
+
+def drawn(spec: Spec, name: str) -> tuple[dict[str, Sequence[str]], list[Edge]]:
+    """What each state of a machine holds, and its edges, labelled ``trigger [guard]``."""
+    found = machine(spec, name)
+    holds = dict.fromkeys(found["states"], ()) if name == LINK else found["states"]
+    guards = [f" [{t['guard']}]" if t.get("guard") else "" for t in found["transitions"]]
+    moves = zip(found["transitions"], guards, strict=True)
+    return holds, [(t["from"], t["to"], f"{t['trigger']}{guard}") for t, guard in moves]
+
+
+def _broken(label: str) -> str:
+    """A label whose guard stands below its trigger, a part a line: guards are wider than gaps."""
+    return label.replace(" [", "\n[", 1).replace(" and ", "\nand ")
+
+
+def mermaid(spec: Spec, name: str) -> str:
+    """The Mermaid diagram of a role, or of the link; each state says what it holds."""
+    holds, edges = drawn(spec, name)
+    lines = [
+        f"    {state}: {state}\n    {state}: {', '.join(h)}" for state, h in holds.items() if h
+    ]
+    return state_diagram_mermaid(name, edges) + "".join(f"{line}\n" for line in lines)

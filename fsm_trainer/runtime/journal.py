@@ -7,16 +7,15 @@ report draws. A record is a line that ends: what a killed run left half-written 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fsm_trainer.document import LineError, read_lines
+from fsm_trainer.document import LineError, LineFile, read_lines
 
 FORMAT: Literal[1] = 1
 _UNSAID = {"epoch": None, "version": None, "seconds": 0.0, "ok": True, "error": None}
@@ -73,7 +72,7 @@ class Entry(BaseModel):
     """Why not ok; null when ok."""
 
 
-class Journal:
+class Journal(LineFile):
     """Appends records to a journal; any thread may call it.
 
     An existing journal is continued: its last, unfinished line is cut and ``seq`` goes on.
@@ -81,13 +80,9 @@ class Journal:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self.path = path
-        self._clock = clock
-        self._lock = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
         entries = _cut_unfinished(path) if path.exists() else []
-        self._seq = entries[-1].seq if entries else 0
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        super().__init__(path)
+        self._clock, self._seq = clock, entries[-1].seq if entries else 0
 
     def record(self, **told: Any) -> Entry:
         """Append one record, and flush it.
@@ -96,23 +91,12 @@ class Journal:
             told: the fields of an :class:`Entry` but format, seq and time; without ``epoch``,
                 ``version``, ``seconds``, ``ok`` and ``error`` it went well, at once, and had none.
         """
-        with self._lock:
+        with self.lock:
             seq, now = self._seq + 1, self._clock()
             entry = Entry(format=FORMAT, seq=seq, time=now, **{**_UNSAID, **told})
-            self._file.write(entry.model_dump_json() + "\n")
+            self.file.write(entry.model_dump_json() + "\n")
             self._seq = seq
             return entry
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        with self._lock:
-            self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_journal(path: Path) -> list[Entry]:

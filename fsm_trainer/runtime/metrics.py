@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import threading
 import time
 from collections.abc import Mapping
 from enum import StrEnum
@@ -16,7 +15,7 @@ from typing import Any, Literal, Protocol, Self
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fsm_trainer.document import read_lines
+from fsm_trainer.document import LineFile, read_lines
 from fsm_trainer.machine.errors import CapabilityMissing
 
 FORMAT: Literal[1] = 1
@@ -89,14 +88,12 @@ class Sink(Protocol):
         """Flush and end."""
 
 
-class MetricsWriter:
+class MetricsWriter(LineFile):
     """Appends rows to ``metrics.jsonl`` and hands their numbers to the sinks; thread-safe."""
 
     def __init__(self, path: Path, sinks: tuple[Sink, ...] = ()) -> None:
+        super().__init__(path)
         self._sinks = sinks
-        self._lock = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(
         self,
@@ -126,26 +123,18 @@ class MetricsWriter:
         if stage is not None:
             fields["stage"] = stage.value
         row = MetricsRow.model_validate(fields)
-        with self._lock:
-            self._file.write(json.dumps(fields, allow_nan=False) + "\n")
+        with self.lock:
+            self.file.write(json.dumps(fields, allow_nan=False) + "\n")
             for sink in self._sinks:
                 sink.write(step, row.numbers(), row.time)
         return row
 
     def close(self) -> None:
         """Close the file and the sinks; a second call does nothing."""
-        with self._lock:
-            if self._file.closed:
-                return
-            self._file.close()
+        if not self.file.closed:
+            super().close()
             for sink in self._sinks:
                 sink.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class TensorBoard:

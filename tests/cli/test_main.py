@@ -13,8 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import typer.main
-from typer.cli import get_docs_for_click
+import typer
 from typer.testing import CliRunner, Result
 
 from fsm_trainer.cli.main import app
@@ -414,17 +413,6 @@ def test_no_command_but_run_imports_anything_heavy(run_dir: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert done.stderr.strip() == ""
-
-
-def test_the_documentation_of_the_commands_is_theirs() -> None:
-    words = "python -m typer fsm_trainer.cli.main utils docs --name fsm-train"
-    title = "The commands of fsm-train"
-    group = typer.main.get_command(app)
-    context = typer.Context(group, info_name="fsm-train")
-    text = get_docs_for_click(obj=group, ctx=context, name="fsm-train", title=title)
-    assert (ROOT / "docs" / "cli.md").read_text().strip() == text.strip(), (
-        f"write it anew: {words} --title '{title}' --output docs/cli.md"
-    )
 
 
 def test_every_schedule_is_planned_here() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsm_trainer.cli import docs
+from docs import generate
 from fsm_trainer.machine.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -24,13 +24,14 @@ OUTPUT = re.search(r"<!-- output -->\n```text\n(.*?)```", README, re.DOTALL)
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the files that have generated parts."""
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for folder in ("docs", "states", "fsm_trainer/runtime/schemas"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "README.md", tmp_path)
     return tmp_path
 
 
 def test_the_generated_parts_are_those_of_the_tables_and_the_code() -> None:
-    assert docs.check(ROOT) == [], "write them anew: python -m fsm_trainer.cli.docs"
+    assert generate.check(ROOT) == [], "write them anew: python -m docs.generate"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,9 @@ def test_the_generated_parts_are_those_of_the_tables_and_the_code() -> None:
         ("docs/states.md", "| optimizer, train_groups, weights |", "| weights |"),
         ("docs/configuration.md", "`0.95`", "`0.9`"),
         ("docs/journal-and-metrics.md", "a gap is a lost record", "a gap is nothing"),
+        ("docs/cli.md", "Check a configuration; start nothing.", "Check nothing."),
+        ("states/schema.json", "A table of fsm-trainer", "A table"),
+        ("fsm_trainer/runtime/schemas/journal.schema.json", "a lost record", "nothing"),
     ],
 )
 def test_a_part_that_drifted_is_seen_and_written_anew(
@@ -50,15 +54,15 @@ def test_a_part_that_drifted_is_seen_and_written_anew(
     text = path.read_text(encoding="utf-8")
     assert old in text
     path.write_text(text.replace(old, new, 1), encoding="utf-8")
-    assert docs.check(tree) == [path]
-    docs.write(tree)
+    assert generate.check(tree) == [path]
+    generate.write(tree)
     assert path.read_text(encoding="utf-8") == text
 
 
 def test_a_part_that_nothing_generates_is_refused(tree: Path) -> None:
     (tree / "README.md").write_text("<!-- begin plans --><!-- end plans -->")
     with pytest.raises(ConfigError, match=r"README.md: nothing generates 'plans'. Known are"):
-        docs.check(tree)
+        generate.check(tree)
 
 
 def test_the_code_that_embeds_a_machine_runs_as_it_stands_and_prints_what_is_said() -> None:

@@ -1,29 +1,43 @@
-"""The generated parts of README and ``docs/``; ``python -m fsm_trainer.cli.docs`` writes them.
+"""What is generated and checked in; ``python -m docs.generate`` writes all of it anew.
 
-A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; a test sees it drift.
+Parts of README and ``docs/`` stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; the
+schemas and ``docs/cli.md`` are whole files. A test sees either drift.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, cast, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
+import typer.main
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
+from typer.cli import get_docs_for_click
 
+from fsm_trainer.cli.main import app
 from fsm_trainer.cli.tables import DEFAULT_SCHEDULE, LINK, STEADY, machine, mermaid
 from fsm_trainer.document import models_in
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
-from fsm_trainer.machine.spec import Spec, load, schedules
+from fsm_trainer.machine.spec import (
+    LinkFile,
+    RoleFile,
+    ScheduleFile,
+    Spec,
+    SystemFile,
+    load,
+    schedules,
+)
 from fsm_trainer.machine.world import System
 from fsm_trainer.runtime.config import RunConfig
 from fsm_trainer.runtime.journal import Entry
@@ -172,8 +186,34 @@ PARTS: Mapping[str, Callable[[], str]] = {
 }  # fmt: skip
 
 
+def whole() -> dict[str, str]:
+    """The files that are generated whole, by their paths."""
+    group = typer.main.get_command(app)
+    context, title = typer.Context(group, info_name=app.info.name), "The commands of fsm-train"
+    commands = get_docs_for_click(obj=group, ctx=context, name="fsm-train", title=title)
+    schemas = {
+        "states/schema.json": tables_schema(),
+        "fsm_trainer/runtime/schemas/journal.schema.json": Entry.model_json_schema(),
+        "fsm_trainer/runtime/schemas/metrics.schema.json": MetricsRow.model_json_schema(),
+    }
+    written = {path: json.dumps(schema, indent=2) + "\n" for path, schema in schemas.items()}
+    return {"docs/cli.md": f"{commands.strip()}\n", **written}
+
+
+def tables_schema() -> dict[str, Any]:
+    """One JSON schema for the four kinds of file under ``states/``, for editors."""
+    files = (RoleFile, LinkFile, SystemFile, ScheduleFile)
+    kinds, definitions = models_json_schema([(model, "validation") for model in files])
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A table of fsm-trainer: a role, a link, the system or a schedule",
+        "anyOf": [kinds[model, "validation"] for model in files],
+        **definitions,
+    }
+
+
 def anew(root: Path) -> dict[Path, str]:
-    """Each file with generated parts, and the text that it should have.
+    """Each file that is generated or has generated parts, and the text that it should have.
 
     Raises:
         ConfigError: nothing generates a part of that name.
@@ -185,10 +225,11 @@ def anew(root: Path) -> dict[Path, str]:
             raise ConfigError(f"{path}: nothing generates {name!r}. Known are: {', '.join(PARTS)}")
         return f"<!-- begin {name} -->\n{PARTS[name]()}\n<!-- end {name} -->"
 
-    texts = {}
+    texts = {root / path: text for path, text in whole().items()}
     for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
-        text = path.read_text(encoding="utf-8")
-        texts[path] = re.sub(r"(?s)<!-- begin (\S+) -->.*?<!-- end \1 -->", part, text)
+        if path not in texts:
+            text = path.read_text(encoding="utf-8")
+            texts[path] = re.sub(r"(?s)<!-- begin (\S+) -->.*?<!-- end \1 -->", part, text)
     return texts
 
 
@@ -198,7 +239,7 @@ def check(root: Path) -> list[Path]:
 
 
 def write(root: Path) -> None:
-    """Write every generated part anew."""
+    """Write all of it anew."""
     for path, text in anew(root).items():
         path.write_text(text, encoding="utf-8")
 

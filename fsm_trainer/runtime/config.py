@@ -46,6 +46,9 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True):
 
     workers: int = Field(default=2, ge=1)
     """Rollout workers, each with an engine of its own."""
+    parts: int = Field(default=1, ge=1)
+    """Parts of a step for each worker, at most one for each prompt; whoever is idle takes the next
+    one. More parts even out uneven lengths, fewer keep batches large."""
     prompts: int = Field(default=128, ge=1)
     """Prompts of a step."""
     copies: int = Field(default=1, ge=1)

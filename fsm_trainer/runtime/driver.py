@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -30,47 +30,12 @@ from fsm_trainer.machine.planner import actors_of
 from fsm_trainer.machine.version import Version
 from fsm_trainer.runtime.checkpoints import Checkpoints, Position
 from fsm_trainer.runtime.config import Only, Run
+from fsm_trainer.runtime.dispatch import Dispatcher
 from fsm_trainer.runtime.metrics import MetricsWriter, Stage
-from fsm_trainer.runtime.port import Outcome
+from fsm_trainer.runtime.port import DataPort, Outcome
 from fsm_trainer.runtime.reconciler import ATTEMPTS, Reconciler, TrainerLost
 
 log = structlog.get_logger(__name__)
-
-
-class DataPort(Protocol):
-    """The data worker, however it is reached; payloads are references."""
-
-    async def draw(self, prompts: int, copies: int, shards: int) -> list[Any]:
-        """References to the next step's samples, one for each rollout worker."""
-        ...
-
-    async def evaluation(self, shards: int) -> Mapping[str, list[Any]]:
-        """References to the held-out sets by name, dealt to the rollout workers."""
-        ...
-
-    async def score(self, payloads: list[Any]) -> Outcome:
-        """All trajectories with rewards, and means over them."""
-        ...
-
-    async def warmup_pairs(self) -> Any:
-        """A reference to what the warm-up learns."""
-        ...
-
-    async def dump(self, path: Path, payload: Any) -> None:
-        """Write scored trajectories into a file."""
-        ...
-
-    async def undump(self, path: Path) -> Outcome:
-        """Scored trajectories from a file, as :meth:`score` gives them."""
-        ...
-
-    async def state(self) -> dict[str, Any]:
-        """The position in the data."""
-        ...
-
-    async def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a position."""
-        ...
 
 
 @dataclass
@@ -82,7 +47,8 @@ class Progress:
     tokens: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
-    shards: list[Any] = field(default_factory=list)
+    dispatchers: dict[str, Dispatcher] = field(default_factory=dict)
+    """What a phase has made so far; one that begins again makes only the rest."""
     batch: Any = None
     advantages: Any = None
 
@@ -227,20 +193,33 @@ class Driver:
         spent[name] = spent.get(name, 0.0) + time.monotonic() - began
         self.told(self.progress, name)
 
+    @property
+    def _parts(self) -> int:
+        return self.run.engines * self.config.rollout.parts
+
     def _names(self, action: str) -> list[str]:
         return actors_of(self.reconciler.system, self.reconciler.world, action)
 
+    def _dispatcher(
+        self, action: str, parts: Sequence[Any], temperature: float, seed: int
+    ) -> Dispatcher:
+        async def give(name: str, part: Any) -> Outcome:
+            return (await self.reconciler.act(action, {name: (part, temperature, seed)}))[name]
+
+        return Dispatcher(parts, give, self.data.summary)
+
     async def _generate(self) -> None:
-        rollout, names = self.config.rollout, self._names("generate")
-        if len(self.progress.shards) != len(names):  # else a phase that begins again
-            shards = await self.data.draw(rollout.prompts, rollout.copies, len(names))
-            self.progress.shards = shards
-        shards = self.progress.shards
-        temperature = self.config.algorithm.temperature
-        seed = derive(self.config.seed, "rollout", self.progress.step)
-        results = await self.reconciler.act("generate", _shares(names, shards, temperature, seed))
-        scored = await self.data.score([results[n].payload for n in names])
-        self.progress.tokens += sum(results[n].value for n in names)
+        rollout, dispatchers = self.config.rollout, self.progress.dispatchers
+        if "generate" not in dispatchers:
+            count = min(self._parts, rollout.prompts)
+            parts = await self.data.draw(rollout.prompts, rollout.copies, count)
+            seed = derive(self.config.seed, "rollout", self.progress.step)
+            temperature = self.config.algorithm.temperature
+            dispatchers["generate"] = self._dispatcher("generate", parts, temperature, seed)
+        made = await dispatchers["generate"].run(self._names("generate"))
+        scored = await self.data.score([one.payload for one in made])
+        del dispatchers["generate"]
+        self.progress.tokens += sum(one.value for one in made)
         self._take(scored)
         if self.run.only is Only.ROLLOUT:
             await self.data.dump(dump_path(self.folder, self.progress.step), scored.payload)
@@ -257,17 +236,18 @@ class Driver:
         self.progress.numbers |= {**means, "train/reward": scored.value["reward"]}
 
     async def _evaluate(self) -> None:
-        names = self._names("evaluate")
-        numbers: dict[str, float] = {}
+        numbers, dispatchers = dict[str, float](), self.progress.dispatchers
         seed = derive(self.config.seed, "evaluation")
         temperature = self.config.evaluation.temperature
-        sets = await self.data.evaluation(len(names))
-        for kind, shards in sets.items():
-            arguments = _shares(names, shards, temperature, seed)
-            results = await self.reconciler.act("evaluate", arguments)
-            scored = await self.data.score([results[n].payload for n in names])
+        sets = await self.data.evaluation(self._parts)
+        for kind, parts in sets.items():
+            if kind not in dispatchers:
+                dispatchers[kind] = self._dispatcher("evaluate", parts, temperature, seed)
+            made = await dispatchers[kind].run(self._names("evaluate"))
+            scored = await self.data.score([one.payload for one in made])
             numbers |= {f"eval/{kind}/{k}": v for k, v in scored.value.items() if k != "count"}
             numbers.setdefault("eval/reward", scored.value["reward"])
+        dispatchers.clear()
         if not numbers:
             return
         stage = self.progress.stage
@@ -367,8 +347,3 @@ class Driver:
 KL_TOLERANCE = 1e-6
 """Two forward passes of the same fp32 weights in the same batches: equal up to nothing; bf16 too,
 because both passes round alike."""
-
-
-def _shares(names: Sequence[str], parts: Sequence[Any], *more: Any) -> dict[str, tuple[Any, ...]]:
-    """Arguments for workers: each gets its part, and all get ``more``."""
-    return {name: (part, *more) for name, part in zip(names, parts, strict=True)}

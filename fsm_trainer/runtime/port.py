@@ -1,4 +1,4 @@
-"""The worker port: all that the driver asks of a worker, however its processes are reached.
+"""The ports: all that the driver asks of workers and data, however their processes are reached.
 
 The driver awaits each call with a deadline. A payload that an action gives for other workers is a
 reference: the driver passes it on and never looks inside.
@@ -6,11 +6,14 @@ reference: the driver passes it on and never looks inside.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import Worker, World
+from fsm_trainer.workers.data import Summary
 from fsm_trainer.workers.host import Status
 
 
@@ -80,4 +83,44 @@ class WorkerPort(Protocol):
 
     async def respawn(self) -> None:
         """Start new processes in the place of dead ones."""
+        ...
+
+
+class DataPort(Protocol):
+    """The data worker, however it is reached; payloads are references."""
+
+    async def draw(self, prompts: int, copies: int, parts: int) -> list[Any]:
+        """References to the next step's samples, one for each part; a group stays in one."""
+        ...
+
+    async def evaluation(self, parts: int) -> Mapping[str, list[Any]]:
+        """References to the held-out sets by name, each in parts."""
+        ...
+
+    async def summary(self, payload: Any) -> Summary:
+        """What became of the trajectories of one part."""
+        ...
+
+    async def score(self, payloads: list[Any]) -> Outcome:
+        """All trajectories with rewards, and means over them."""
+        ...
+
+    async def warmup_pairs(self) -> Any:
+        """A reference to what the warm-up learns."""
+        ...
+
+    async def dump(self, path: Path, payload: Any) -> None:
+        """Write scored trajectories into a file."""
+        ...
+
+    async def undump(self, path: Path) -> Outcome:
+        """Scored trajectories from a file, as :meth:`score` gives them."""
+        ...
+
+    async def state(self) -> dict[str, Any]:
+        """The position in the data."""
+        ...
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a position."""
         ...

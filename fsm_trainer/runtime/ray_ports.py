@@ -15,6 +15,7 @@ from fsm_trainer.machine.world import Worker, World
 from fsm_trainer.runtime.cluster import CONTROL, Cluster, Recipe
 from fsm_trainer.runtime.config import DeadlineConfig
 from fsm_trainer.runtime.port import Outcome
+from fsm_trainer.workers.data import Summary
 from fsm_trainer.workers.host import Status
 
 
@@ -135,18 +136,23 @@ class RayData:
         self._payload = partial(cluster.payload, self.name)
         self._evaluation: dict[int, dict[str, list[Any]]] = {}
 
-    async def draw(self, prompts: int, copies: int, shards: int) -> list[Any]:
+    async def draw(self, prompts: int, copies: int, parts: int) -> list[Any]:
         """References to the step's samples."""
-        return self._spread("draw", prompts, copies, shards, returns=shards)
+        return self._spread("draw", prompts, copies, parts, returns=parts)
 
-    async def evaluation(self, shards: int) -> Mapping[str, list[Any]]:
+    async def evaluation(self, parts: int) -> Mapping[str, list[Any]]:
         """References to the held-out sets; they never change, so they are asked for once."""
-        if shards not in self._evaluation:
-            self._evaluation[shards] = {
-                name: self._spread("evaluation", name, shards, returns=shards)
+        if parts not in self._evaluation:
+            self._evaluation[parts] = {
+                name: self._spread("evaluation", name, parts, returns=parts)
                 for name in await self._call("evaluation_sets")
             }
-        return self._evaluation[shards]
+        return self._evaluation[parts]
+
+    async def summary(self, payload: Any) -> Summary:
+        """What became of a part's trajectories, which stay where they are."""
+        summary: Summary = await self._call("summary", payload)
+        return summary
 
     async def score(self, payloads: list[Any]) -> Outcome:
         """A reference to the scored trajectories, and means."""

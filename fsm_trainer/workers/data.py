@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsm_trainer.data.dump import read_dump, write_dump
 from fsm_trainer.data.models import (
@@ -18,6 +18,16 @@ from fsm_trainer.data.models import (
 from fsm_trainer.data.rewards import RewardConfig, RewardPool
 from fsm_trainer.data.sources import DataConfig, DataSource
 from fsm_trainer.data.trajectory import Sample, Status, Trajectory
+from fsm_trainer.machine.version import Version
+
+
+class Summary(NamedTuple):
+    """What the driver is told of trajectories that it never looks into."""
+
+    aborted: int
+    """How many of them were aborted."""
+    versions: frozenset[Version]
+    """The weights that the others are from."""
 
 
 class DataHost:
@@ -35,22 +45,27 @@ class DataHost:
         """The folder of the run's model; made here where it has to be made."""
         return self._model
 
-    def draw(self, prompts: int, copies: int, shards: int) -> list[list[Sample]]:
-        """The next step's samples, dealt to the rollout workers; a group stays together."""
+    def draw(self, prompts: int, copies: int, parts: int) -> list[list[Sample]]:
+        """The next step's samples in parts; a group stays together."""
         samples = self._source.draw(prompts, copies)
-        return _deal([samples[i : i + copies] for i in range(0, len(samples), copies)], shards)
+        return _deal([samples[i : i + copies] for i in range(0, len(samples), copies)], parts)
 
     def evaluation_sets(self) -> list[str]:
         """The names of the held-out sets."""
         return list(self._source.evaluation_sets())
 
-    def evaluation(self, name: str, shards: int) -> list[list[Sample]]:
-        """A held-out set, dealt to the rollout workers."""
-        return _deal([[s] for s in self._source.evaluation_sets()[name]], shards)
+    def evaluation(self, name: str, parts: int) -> list[list[Sample]]:
+        """A held-out set in parts."""
+        return _deal([[s] for s in self._source.evaluation_sets()[name]], parts)
 
-    def score(self, *shards: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
-        """The trajectories of all shards with their rewards, and means over them."""
-        whole = [t for shard in shards for t in shard if t.status is not Status.ABORTED]
+    def summary(self, part: Sequence[Trajectory]) -> Summary:
+        """What the driver has to know of a part before it is scored with the others."""
+        versions = [t.version for t in part if t.status is not Status.ABORTED]
+        return Summary(len(part) - len(versions), frozenset(versions))
+
+    def score(self, *parts: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+        """The trajectories of all parts with their rewards, and means over them."""
+        whole = [t for part in parts for t in part if t.status is not Status.ABORTED]
         scored = self._rewards.score(whole)
         return scored, _means(scored)
 
@@ -83,9 +98,9 @@ class DataHost:
         self._source.restore(state)
 
 
-def _deal(groups: Sequence[Sequence[Sample]], shards: int) -> list[list[Sample]]:
-    size, extra = divmod(len(groups), shards)
-    bounds = [i * size + min(i, extra) for i in range(shards + 1)]
+def _deal(groups: Sequence[Sequence[Sample]], parts: int) -> list[list[Sample]]:
+    size, extra = divmod(len(groups), parts)
+    bounds = [i * size + min(i, extra) for i in range(parts + 1)]
     return [[s for group in groups[a:b] for s in group] for a, b in pairwise(bounds)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.spec import load
 from fsm_trainer.runtime.journal import Entry, Kind
 from fsm_trainer.verify.conformance import check_journal
+from tests.runs import dying
 from tests.runs.training import SMALL, Trained, leftovers, resume, running, trace, train
 
 SCHEDULE = "disaggregated_critic"  # the examples' tests run the other ones
@@ -133,6 +135,33 @@ def test_a_run_goes_on_after_a_rollout_worker_and_an_actor_were_killed(tmp_path:
     undisturbed = train(tmp_path / "undisturbed", "steps=6", "checkpoint.every=1")
     for role in ("actor", "critic"):
         assert trained.weights(6, role) == undisturbed.weights(6, role)
+
+
+def test_the_part_of_a_worker_that_dies_in_it_is_made_by_another_and_no_other_part_again(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(dying.FLAG, str(tmp_path / "died"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(dying.__file__).parent), prepend=os.pathsep)
+    hook = "rollout.generate=dying:generate"
+
+    run = train(tmp_path / "run", "steps=3", "checkpoint.every=2", "rollout.parts=3", hook)
+
+    made = Counter(
+        (str(e.version), e.worker)
+        for e in run.journal
+        if e.trigger == "generate" and e.kind is Kind.ACTION and e.ok
+    )
+    died = [e.worker for e in run.journal if e.trigger == "died"]
+    assert len(died) == 1
+    # Two workers have three parts each: it had made one of them, and was at its second one.
+    assert made[f"1.{dying.STEP}", died[0]] == 1
+    steps = Counter(version for version, _ in made.elements())
+    assert steps == {"1.1": 6, "1.2": 6, "1.3": 6}
+    traced = trace(run.folder)
+    assert traced.returncode == 0, traced.stdout + traced.stderr
+    # Who made a part, and in how many parts a step is made, has no part in what is learned.
+    for role in ("actor", "critic"):
+        assert run.weights(3, role) == trained.weights(3, role)
 
 
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsm_trainer.groups.membership import Membership
@@ -52,10 +53,12 @@ class Lease:
     def __init__(self, membership: Membership, device: str) -> None:
         """Use :meth:`open`."""
         self.membership, self.device = membership, device
+        # Where weights don't travel in the group, it carries words only, between CPUs.
+        self.group_device = device if membership.kind == "group" else "cpu"
         self.link, self.epoch = membership.link, membership.epoch
         self.rank, self.size = membership.rank, membership.size
         self._group: Group | None = None
-        self._pending: set[Pending] = set()
+        self._pending, self._goes_too = set[Pending](), list[Callable[[], None]]()
         self._end: Mark | None = None
         self._suspicion: Mark | None = None
         self._silent: tuple[str, ...] = ()
@@ -71,11 +74,14 @@ class Lease:
 
     @classmethod
     def open(cls, membership: Membership, device: str = "cpu") -> Lease:
-        """Build and warm the group within the membership's timeout.
+        """Build and warm the group within the membership's timeout; ``device`` has the weights.
 
+        Operations take tensors on ``group_device``: beside the kind ``group`` that is the CPU.
         Raises PeerLost naming who did not arrive, LeaseExpired when this process has opened the
         same or a newer epoch of the link, CapabilityMissing when torch lacks the backend.
         """
+        if membership.kind != "group":
+            membership = replace(membership, backend="gloo")
         lease = cls(membership, device)
         _admit(lease)
         lease._keeper.start()
@@ -121,9 +127,21 @@ class Lease:
         self.all_reduce(rows)
         return list(rows)
 
+    def start_barrier(self) -> Pending:
+        """Say that this member came here; ``wait`` returns when all did."""
+        return self._start("barrier", lambda group: group.barrier())
+
     def barrier(self) -> None:
         """Return when all members came here."""
-        self._start("barrier", lambda group: group.barrier()).wait()
+        self.start_barrier().wait()
+
+    def at_end(self, let_go: Callable[[], None]) -> None:
+        """Call ``let_go`` when the lease is over, from its own thread; now if it is over."""
+        with self._lock:
+            if self._end is None:
+                self._goes_too.append(let_go)
+                return
+        let_go()
 
     def revoke(self, why: str = "it was revoked") -> None:
         """End the lease for all its members, from any thread: every further use raises.
@@ -240,7 +258,12 @@ class Lease:
                 where, cause = self.membership.store, _first(error)
                 self._finish(Mark(f"the rendezvous at {where} is gone ({cause})", lost=False))
                 self._told.set()
-        self._free()
+        try:
+            for let_go in self._goes_too:
+                let_go()
+        finally:
+            self._goes_too.clear()
+            self._free()
 
     def _try_open(self) -> RollCall | None:
         from fsm_trainer.groups.backend import build
@@ -254,7 +277,7 @@ class Lease:
             self._step = f"waiting for {', '.join(me.members)}"
             roll.arrive(deadline)
             self._step = f"building the {me.backend} group of {', '.join(me.members)}"
-            group = build(me, roll.store, self.device, local_interface(me.store))
+            group = build(me, roll.store, self.group_device, local_interface(me.store))
             self._step = f"the first collective of {', '.join(me.members)}"
             # Backends connect lazily: without this the first push would pay, and fail.
             if not group.poll(group.barrier(), max(deadline - time.monotonic(), 0.001)):

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from fsm_trainer.groups.rendezvous import Address
 from fsm_trainer.machine.errors import ConfigError
 
+KINDS = ("group", "ipc", "disk")
+
 
 @dataclass(frozen=True, slots=True)
 class Membership:
     """One member's place in one epoch of one link; plain data, cheap to send to a worker.
 
     ``members`` are the names of all members by rank; ``timeout`` is the deadline of each
-    operation, and of opening, in seconds. Raises ConfigError when the fields contradict.
+    operation, and of opening, in seconds. ``kind`` is the way that weights take: the ``group``
+    itself, ``ipc`` or ``disk``, then through files in ``folder``; beside the group they leave it to
+    gloo, whatever ``backend`` says. Raises ConfigError when the fields contradict.
     """
 
     link: str
@@ -24,6 +28,8 @@ class Membership:
     backend: str
     store: Address
     timeout: float
+    kind: str = "group"
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         names = self.members
@@ -35,6 +41,8 @@ class Membership:
             f"timeout {self.timeout} is not above 0 seconds": self.timeout <= 0,
             f"epoch {self.epoch} is negative": self.epoch < 0,
             "link has no name": not self.link,
+            f"kind is {self.kind!r}, not group, ipc or disk": self.kind not in KINDS,
+            "kind is 'disk' but there is no folder": self.kind == "disk" and not self.folder,
         }
         if any(wrong.values()):
             found = "; ".join(text for text, bad in wrong.items() if bad)

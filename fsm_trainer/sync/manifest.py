@@ -24,7 +24,6 @@ BUCKET_BYTES = 64 * 2**20
 
 # Bytes per element, for every dtype that weights come in; torch's names without "torch.".
 ITEM_SIZE = {
-    **dict.fromkeys(("complex128",), 16),
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
@@ -102,15 +101,22 @@ class Manifest:
     def of(
         cls, named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
     ) -> Manifest:
-        """Describe tensors in the order given; tied weights (one storage, one view) once."""
+        """Describe tensors in the order given; tied weights (one storage, one view) once.
+
+        A tensor may be gone when the next one comes: gathered shards needn't all exist at once.
+        """
+        # Not its address: the next tensor may be put where this one was.
+        from torch.multiprocessing.reductions import StorageWeakRef
+
         specs: list[TensorSpec] = []
         aliases: list[tuple[str, str]] = []
         seen: dict[tuple[Any, ...], str] = {}
         for name, tensor in named_tensors:
-            storage = tensor.untyped_storage().data_ptr()
-            view = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+            storage = tensor.untyped_storage()
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            view = (ref, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
             # A storage at address 0 is empty or on the meta device: equality means nothing.
-            first = seen.setdefault(view, name) if storage and tensor.numel() else name
+            first = seen.setdefault(view, name) if storage.data_ptr() and tensor.numel() else name
             if first is name:
                 specs.append(TensorSpec.of(name, tensor))
             else:

@@ -11,16 +11,16 @@ The sender is rank 0.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from fsm_trainer.groups.lease import Lease, Pending
+from fsm_trainer.groups.lease import Lease
 from fsm_trainer.machine.errors import (
     ActionFailed,
     FsmError,
@@ -29,21 +29,13 @@ from fsm_trainer.machine.errors import (
     SelfCheckFailed,
 )
 from fsm_trainer.machine.version import Version
+from fsm_trainer.sync.buckets import Checksum, Parcel, settle, with_aliases
 from fsm_trainer.sync.checksums import raw_bytes
-from fsm_trainer.sync.manifest import Bucket, Manifest, Slot, TensorSpec
+from fsm_trainer.sync.manifest import Manifest
+from fsm_trainer.sync.transports import Transport, transport
 
 # The manifest's digest, the sender's epoch, the weights' lineage and number.
 _HEADER = struct.Struct("<32s3q")
-
-# Pushes below this many bytes are hashed whole: SHA-256 of it takes about 0.1 s.
-FULL_CHECK_BYTES = 64 * 2**20
-# Larger ones are sampled: this much ...
-_WINDOW = 4096
-# ... out of every so many bytes.
-_STRIDE = 256 * _WINDOW
-# After each bucket's bytes: its index and its length.
-_TRAILER = 16
-
 
 Views = Mapping[str, torch.Tensor]
 Load = Callable[[Views], None]
@@ -59,38 +51,32 @@ class PushReport:
     version: Version
 
 
-class _Buffers:
-    """Two buckets' worth of device memory, kept over pushes."""
+class _End:
+    """One end of pushes; what its transport needs is kept over the pushes of a lease."""
 
     def __init__(self) -> None:
-        self._pair: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._lease: Lease | None = None
+        self._transport: Transport
 
-    def __call__(self, index: int, manifest: Manifest, device: str) -> torch.Tensor:
-        bucket = manifest.buckets[index]
-        pair = self._pair
-        need = max(bucket.bytes for bucket in manifest.buckets) + _TRAILER
-        if pair is None or pair[0].numel() < need or pair[0].device != torch.device(device):
-            one, two = (torch.empty(need, dtype=torch.uint8, device=device) for _ in range(2))
-            pair = self._pair = one, two
-        return pair[index % 2][: bucket.bytes + _TRAILER]
+    def _over(self, lease: Lease) -> Transport:
+        if self._lease is not lease:
+            self._lease, self._transport = lease, transport(lease)
+        return self._transport
 
     @contextmanager
-    def all_or_over(self, lease: Lease) -> Iterator[None]:
+    def _all_or_over(self, lease: Lease) -> Iterator[None]:
         """End the lease for all members on an error: they wait for a bucket that won't come."""
         try:
             yield
         except Exception as error:
-            # An operation that was cut off may still write to them.
-            self._pair = None
+            # An operation that was cut off may still write to its buffers.
+            self._transport.drop()
             lease.revoke(f"the push failed at {lease.membership.name}: {error}")
             raise
 
 
-class Sender:
-    """The sending side; owns two buckets that later pushes reuse."""
-
-    def __init__(self) -> None:
-        self._buffers = _Buffers()
+class Sender(_End):
+    """The sending side; later pushes over the same lease reuse its two buckets."""
 
     def send(
         self,
@@ -101,44 +87,35 @@ class Sender:
     ) -> PushReport:
         """Send all tensors of ``manifest``, which come in its order.
 
-        They are consumed bucket by bucket, so that gathered shards need not all exist at once.
+        They are consumed bucket by bucket: a tensor must live until its bucket is full, so that of
+        gathered shards one bucket exists at once.
         Raises ManifestMismatch (a receiver refused, nothing was sent; or these are not the
         manifest's tensors, which ends the lease), SelfCheckFailed (a receiver got other bytes),
         ActionFailed (a receiver could not load), PeerLost, LeaseExpired.
         """
         began = time.monotonic()
         header = _HEADER.pack(bytes.fromhex(manifest.digest), lease.epoch, *version)
+        way = self._over(lease)
         lease.broadcast(_tensor(header, lease))
-        _agree(lease, None)
-        with self._buffers.all_or_over(lease):
-            checksum = self._buckets(lease, named_tensors, manifest)
-        _acknowledge(lease, checksum, None)
+        fit = _agree(lease, None, way.fits(manifest))
+        with self._all_or_over(lease):
+            if not fit:
+                way.prepare(manifest)
+            checksum = Checksum(manifest.bytes)
+            aliases = {alias for alias, _ in manifest.aliases}
+            fresh = (pair for pair in named_tensors if pair[0] not in aliases)
+            for parcel in way.outgoing(manifest):
+                parcel.fill(fresh)
+                # Before it leaves: where receivers read this memory, both would see one bit flip.
+                checksum.add(parcel)
+            value = checksum.value()
+        _acknowledge(lease, value, None)
         seconds = time.monotonic() - began
         return PushReport(manifest.bytes, seconds, len(manifest.buckets), version)
 
-    def _buckets(
-        self, lease: Lease, pairs: Iterable[tuple[str, torch.Tensor]], manifest: Manifest
-    ) -> bytes:
-        checksum, pending = _Checksum(manifest.bytes), None
-        aliases = {alias for alias, _ in manifest.aliases}
-        fresh = ((name, tensor) for name, tensor in pairs if name not in aliases)
-        for index, bucket in enumerate(manifest.buckets):
-            flat = self._buffers(index, manifest, lease.device)
-            _fill(flat, index, bucket, fresh)
-            if pending is not None:
-                pending.wait()
-            pending = lease.start_broadcast(flat)
-            checksum.add(flat)
-        if pending is not None:
-            pending.wait()
-        return checksum.value()
 
-
-class Receiver:
-    """The receiving side; owns two buckets that later pushes reuse."""
-
-    def __init__(self) -> None:
-        self._buffers = _Buffers()
+class Receiver(_End):
+    """The receiving side; later pushes over the same lease reuse its two buckets."""
 
     def receive(self, lease: Lease, manifest: Manifest, load: Load) -> PushReport:
         """Receive one push and hand it to ``load`` bucket by bucket, tied names too.
@@ -150,122 +127,46 @@ class Receiver:
         """
         began = time.monotonic()
         header = _tensor(bytes(_HEADER.size), lease)
+        way = self._over(lease)
         lease.broadcast(header)
         digest, epoch, *version = _HEADER.unpack(raw_bytes(header))
-        _agree(lease, _refusal(lease, manifest, digest.hex(), epoch))
-        with self._buffers.all_or_over(lease):
-            checksum, error = self._buckets(lease, manifest, load)
+        refusal = _refusal(lease, manifest, digest.hex(), epoch)
+        fit = _agree(lease, refusal, way.fits(manifest))
+        with self._all_or_over(lease):
+            if not fit:
+                way.prepare(manifest)
+            checksum, error = _load_all(way, manifest, load)
         _acknowledge(lease, checksum, error)
         seconds = time.monotonic() - began
         return PushReport(manifest.bytes, seconds, len(manifest.buckets), Version(*version))
 
-    def _buckets(
-        self, lease: Lease, manifest: Manifest, load: Load
-    ) -> tuple[bytes, Exception | None]:
-        checksum, error = _Checksum(manifest.bytes), None
-        tied: dict[str, list[str]] = {}
-        for alias, first in manifest.aliases:
-            tied.setdefault(first, []).append(alias)
-        for flat, bucket in self._arriving(lease, manifest):
-            checksum.add(flat)
-            if error is not None:
-                # The sender can't be stopped: stay in step, and tell it at the end.
-                continue
-            try:
-                load(_views(flat, bucket, tied))
-            except Exception as raised:
-                error = raised
-        return checksum.value(), error
 
-    def _arriving(self, lease: Lease, manifest: Manifest) -> Iterator[tuple[torch.Tensor, Bucket]]:
-        """Yield the buckets in turn, with the next one already on its way."""
-
-        def start(index: int) -> tuple[torch.Tensor, Pending]:
-            flat = self._buffers(index, manifest, lease.device)
-            return flat, lease.start_broadcast(flat)
-
-        if not manifest.buckets:
-            return
-        coming = start(0)
-        for index, bucket in enumerate(manifest.buckets):
-            flat, pending = coming
-            pending.wait()
-            if index + 1 < len(manifest.buckets):
-                coming = start(index + 1)
-            trailer = flat[bucket.bytes :].cpu()
-            if not torch.equal(trailer, _trailer(index, bucket)):
-                raise SelfCheckFailed(
-                    f"link {lease.link!r} epoch {lease.epoch}: bucket {index} of {bucket.bytes:,} "
-                    f"bytes ends with {trailer.tolist()}: another length, or another operation's "
-                    "bytes. The weights are torn; push again under a new epoch"
-                )
-            yield flat, bucket
+def _load_all(way: Transport, manifest: Manifest, load: Load) -> tuple[bytes, Exception | None]:
+    checksum, error = Checksum(manifest.bytes), None
+    for parcel in way.incoming(manifest):
+        checksum.add(parcel)
+        # After an error too: the sender can't be stopped, and is told at the end.
+        error = error or _loaded(parcel, manifest, load)
+    if error is not None:
+        # An error keeps its frames, and their callers: none of them may keep the buckets.
+        traceback.clear_frames(error.__traceback__)
+        del parcel
+    return checksum.value(), error
 
 
-# -- buckets ---------------------------------------------------------------------------------------
-
-
-def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    spec = slot.spec
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return flat[slot.offset : slot.offset + spec.bytes].view(dtype).view(spec.shape)
-
-
-def _views(flat: torch.Tensor, bucket: Bucket, tied: Mapping[str, list[str]]) -> Views:
-    views = {}
-    for slot in bucket.slots:
-        view = _view(flat, slot)
-        views.update(dict.fromkeys((slot.spec.name, *tied.get(slot.spec.name, ())), view))
-    return views
-
-
-def _trailer(index: int, bucket: Bucket) -> torch.Tensor:
-    return torch.tensor([index, bucket.bytes], dtype=torch.int64).view(torch.uint8)
-
-
-@torch.no_grad()
-def _fill(
-    flat: torch.Tensor, index: int, bucket: Bucket, pairs: Iterator[tuple[str, torch.Tensor]]
-) -> None:
-    slots = {slot.spec.name: slot for slot in bucket.slots}
-    while slots:
-        name, tensor = next(pairs, ("the end", None))
-        slot = slots.pop(name, None)
-        if tensor is None or slot is None or TensorSpec.of(name, tensor) != slot.spec:
-            expected = f"{slot.spec!r}" if slot is not None else ", ".join([*slots][:4])
-            found = name if tensor is None else repr(TensorSpec.of(name, tensor))
-            raise ManifestMismatch(
-                f"bucket {index}: expected {expected}, found {found}. "
-                "Pass the manifest's tensors in its order"
-            )
-        _view(flat, slot).copy_(tensor)
-    flat[bucket.bytes :].copy_(_trailer(index, bucket))
-
-
-class _Checksum:
-    """SHA-256 over the bytes of all buckets, or samples of them where ``total`` is large."""
-
-    def __init__(self, total: int) -> None:
-        self._window = _STRIDE if total < FULL_CHECK_BYTES else _WINDOW
-        self._hash = hashlib.sha256()
-
-    def add(self, flat: torch.Tensor) -> None:
-        """Add one bucket."""
-        whole = flat.numel() - flat.numel() % _STRIDE
-        sampled = flat[:whole].view(-1, _STRIDE)[:, : self._window]
-        self._hash.update(raw_bytes(sampled))
-        self._hash.update(raw_bytes(flat[whole:][: self._window]))
-
-    def value(self) -> bytes:
-        """Return 32 bytes."""
-        return self._hash.digest()
+def _loaded(parcel: Parcel, manifest: Manifest, load: Load) -> Exception | None:
+    try:
+        load(with_aliases(parcel.views(), manifest.aliases))
+    except Exception as error:
+        return error
+    return None
 
 
 # -- agreement -------------------------------------------------------------------------------------
 
 
 def _tensor(raw: bytes, lease: Lease) -> torch.Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(lease.device)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(lease.group_device)
 
 
 def _gather(lease: Lease, raw: bytes) -> dict[str, bytes]:
@@ -286,9 +187,12 @@ def _refusal(lease: Lease, manifest: Manifest, digest: str, epoch: int) -> FsmEr
     return None
 
 
-def _agree(lease: Lease, refusal: FsmError | None) -> None:
-    """Let all members know whether all accept the header; raise on all if one doesn't."""
-    said = _gather(lease, bytes([refusal is not None]))
+def _agree(lease: Lease, refusal: FsmError | None, fit: bool) -> bool:
+    """Let all members know whether all accept the header; raise on all if one doesn't.
+
+    Returns whether it fits what all of them keep from the push before.
+    """
+    said = _gather(lease, bytes([refusal is not None, fit]))
     if refusal is not None:
         raise refusal
     refused = [name for name, row in said.items() if row[0]]
@@ -297,12 +201,12 @@ def _agree(lease: Lease, refusal: FsmError | None) -> None:
             f"link {lease.link!r} epoch {lease.epoch}: {', '.join(refused)} refused the push of "
             f"{lease.membership.members[0]}, holding another manifest; nothing was sent"
         )
+    return all(row[1] for row in said.values())
 
 
 def _acknowledge(lease: Lease, checksum: bytes, error: Exception | None) -> None:
     """Compare all members' checksums and outcomes; raise on all if one is not in order."""
-    if lease.device != "cpu":
-        torch.cuda.current_stream(lease.device).synchronize()
+    settle(lease.device)
     said = _gather(lease, bytes([error is not None]) + checksum)
     if error is not None:
         raise error

@@ -20,6 +20,16 @@ def open_lease(held: Held, membership: Membership) -> str:
     return "open"
 
 
+def end_with_lease(held: Held) -> None:
+    """Have something that goes when the lease is over."""
+    held["gone"] = threading.Event()
+    held["lease"].at_end(held["gone"].set)
+
+
+def is_gone(held: Held) -> bool:
+    return bool(held["gone"].wait(2.0))
+
+
 def close_lease(held: Held) -> tuple[bool, float]:
     began = time.monotonic()
     held["lease"].close()

@@ -50,6 +50,32 @@ def test_torch_has_no_group_registered_while_a_lease_is_open(world: World) -> No
     assert results(everywhere(processes, members.registered)) == [(), ()]
 
 
+def test_what_belongs_to_a_lease_goes_with_it_however_it_ends(world: World) -> None:
+    for end in (members.close_lease, members.revoke):
+        processes = opened(world, 2)
+        results(everywhere(processes, members.end_with_lease))
+
+        processes[0].call(end, *(["a test"] if end is members.revoke else [])).get()
+
+        # A revocation ends it for all members, a close for one.
+        ended = processes if end is members.revoke else processes[:1]
+        assert results(everywhere(ended, members.is_gone)) == [True] * len(ended)
+        results(everywhere(processes, members.end_with_lease) if end is members.revoke else [])
+        assert processes[0].call(members.is_gone).get()
+
+
+def test_where_weights_take_another_way_the_group_is_gloos_whatever_the_backend(
+    world: World,
+) -> None:
+    processes = world.members(2)
+    places = [replace(p, backend="nccl", kind="ipc") for p in world.memberships(2)]
+
+    opening = [p.call(members.open_lease, m) for p, m in zip(processes, places, strict=True)]
+
+    assert results(opening) == ["open", "open"]
+    assert results(everywhere(processes, members.sum_of_ones)) == [2.0, 2.0]
+
+
 def test_a_closed_lease_refuses_at_once(world: World) -> None:
     processes = opened(world, 2)
     closed = results(everywhere(processes, members.close_lease))

@@ -31,6 +31,8 @@ def membership(**changes: object) -> Membership:
         ({"timeout": 0.0}, "not above 0"),
         ({"epoch": -1}, "negative"),
         ({"link": ""}, "no name"),
+        ({"kind": "carrier pigeon"}, "kind is 'carrier pigeon'"),
+        ({"kind": "disk"}, "no folder"),
     ],
 )
 def test_a_contradictory_membership_is_refused(changes: dict[str, object], said: str) -> None:

@@ -92,14 +92,21 @@ class World:
         return chosen
 
     def memberships(
-        self, size: int, timeout: float = 5.0, link: str = "weights", epoch: int | None = None
+        self,
+        size: int,
+        timeout: float = 5.0,
+        link: str = "weights",
+        epoch: int | None = None,
+        kind: str = "group",
+        folder: str | None = None,
     ) -> list[Membership]:
         """Return all places of a new epoch (or the one given)."""
         self._epoch += 1
         names = tuple(f"member-{rank}" for rank in range(size))
         number = self._epoch if epoch is None else epoch
+        store = self.rendezvous.address
         return [
-            Membership(link, number, rank, size, names, "gloo", self.rendezvous.address, timeout)
+            Membership(link, number, rank, size, names, "gloo", store, timeout, kind, folder)
             for rank in range(size)
         ]
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import unittest.mock
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from fsm_trainer.machine.version import Version
+from fsm_trainer.sync.buckets import Parcel
 from fsm_trainer.sync.checksums import checksums
-from fsm_trainer.sync.manifest import Manifest
+from fsm_trainer.sync.manifest import Manifest, TensorSpec
 from fsm_trainer.sync.push import Receiver, Sender
+from fsm_trainer.sync.transports import DiskTransport, IpcTransport
 
 # Small enough for several buckets, and for tensors that don't fit into one.
 BUCKET = 256
@@ -100,8 +104,29 @@ def receive_and_die(held: Held, named: Weights, at: str, bucket: int) -> None:
 
 
 def receive_another_bit(held: Held, named: Weights) -> Any:
-    """Receive over a network that flips a bit of the first bucket."""
+    """Receive a first bucket in which a bit was flipped since it left the sender."""
     receiver, lease = Receiver(), held["lease"]
+    if lease.membership.kind == "group":
+        spoil_network(lease)
+        receiver.receive(lease, manifest_of(named), lambda bucket: None)
+    kind = {"ipc": IpcTransport, "disk": DiskTransport}[lease.membership.kind]
+    with unittest.mock.patch.object(kind, "_get", spoilt_get(kind._get)):
+        receiver.receive(lease, manifest_of(named), lambda bucket: None)
+
+
+def spoilt_get(get: Any) -> Any:
+    def spoilt(transport: Any, parcel: Parcel, word: torch.Tensor) -> Parcel:
+        if parcel.index == 0 and isinstance(transport, IpcTransport):
+            parcel.flat[100] ^= 1
+        elif parcel.index == 0:
+            path = transport._path(0)
+            path.write_bytes(path.read_bytes()[:-1] + b"\x7e")
+        return get(transport, parcel, word)  # type: ignore[no-any-return]
+
+    return spoilt
+
+
+def spoil_network(lease: Any) -> None:
     start, spoilt = lease.start_broadcast, []
 
     def start_broadcast(tensor: torch.Tensor, source: int = 0) -> Any:
@@ -114,7 +139,6 @@ def receive_another_bit(held: Held, named: Weights) -> Any:
         return pending
 
     lease.start_broadcast = start_broadcast
-    receiver.receive(lease, manifest_of(named), lambda bucket: None)
 
 
 def send_and_stumble(held: Held, named: Weights, after: int) -> None:
@@ -128,8 +152,66 @@ def send_and_stumble(held: Held, named: Weights, after: int) -> None:
 
 
 def buffers(held: Held, who: str) -> list[int]:
-    pair = held[who]._buffers._pair
-    return [] if pair is None else [buffer.data_ptr() for buffer in pair]
+    """Where its two buckets are, and how many bytes they have together."""
+    both = held[who]._transport._both
+    return [] if both is None else [both.data_ptr(), both.numel()]
+
+
+def forget(held: Held, who: str) -> None:
+    held.pop(who, None)
+
+
+def left(held: Held) -> list[str]:
+    """Mappings and buffers of pushes that this process still has."""
+    with open("/proc/self/maps") as maps:
+        mapped = [line.strip() for line in maps if "memfd:fsm" in line]
+    return mapped + [who for who in ("sender", "receiver") if who in held and buffers(held, who)]
+
+
+def open_files(held: Held) -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def send_and_die(held: Held, count: int, mebibytes: int, after: int) -> None:
+    """Send, and be killed after a few tensors."""
+    named = large(count, mebibytes)
+
+    def some() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(named.items())[:after]
+        os.kill(os.getpid(), 9)
+
+    manifest = manifest_of(named, mebibytes * 2**20)
+    Sender().send(held["lease"], some(), manifest, Version(0, 1))
+
+
+def send_gathered(held: Held, count: int, elements: int, bucket: int) -> int:
+    """Send tensors that exist only while they are referred to; says how many bytes at most."""
+    most, alive = 0, weakref.WeakSet[torch.Tensor]()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for i in range(count):
+            tensor = torch.full((elements,), float(i))
+            alive.add(tensor)
+            most = max(most, 4 * elements * len(alive))
+            yield f"layer.{i}", tensor
+            del tensor
+
+    manifest = Manifest.of(gathered(), bucket)
+    most = 0
+    Sender().send(held["lease"], gathered(), manifest, Version(0, 1))
+    return most
+
+
+def receive_gathered(held: Held, count: int, elements: int, bucket: int) -> list[float]:
+    specs = tuple(TensorSpec(f"layer.{i}", "float32", (elements,)) for i in range(count))
+    got: list[float] = []
+
+    def load(views: Mapping[str, torch.Tensor]) -> None:
+        got.extend(float(tensor.mean()) for tensor in views.values())
+
+    Receiver().receive(held["lease"], Manifest(specs, bucket_bytes=bucket), load)
+    return got
 
 
 def send_reversed(held: Held, named: Weights) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -172,3 +173,14 @@ def test_a_name_that_comes_twice_is_refused() -> None:
 def test_a_dtype_that_cannot_be_pushed_is_refused_by_name() -> None:
     with pytest.raises(ManifestMismatch, match="'w' has dtype 'qint8'"):
         TensorSpec("w", "qint8", (2,))
+
+
+def test_tensors_that_stand_at_one_address_in_turn_are_not_tied() -> None:
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(8):
+            yield f"layer.{i}", torch.full((64,), float(i))
+
+    manifest = Manifest.of(gathered())
+
+    assert [spec.name for spec in manifest.tensors] == [f"layer.{i}" for i in range(8)]
+    assert manifest.aliases == ()

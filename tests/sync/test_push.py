@@ -11,26 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsm_trainer.machine.version import Version
+from fsm_trainer.sync.buckets import TRAILER, Checksum, Parcel
 from fsm_trainer.sync.checksums import checksums
-from fsm_trainer.sync.manifest import ITEM_SIZE, Manifest, TensorSpec
-from fsm_trainer.sync.push import _Checksum, _fill, _view
+from fsm_trainer.sync.manifest import ITEM_SIZE, Bucket, Manifest, TensorSpec
 from tests.groups import members
-from tests.groups.world import Answer, World
+from tests.groups.world import Answer
 from tests.sync import pushes
+from tests.sync.conftest import Link
 
 # Seconds beyond a lease's timeout: the roll call, and a busy machine.
 SLACK = 2.5
-
-
-def opened(world: World, size: int, timeout: float = 5.0) -> list[Any]:
-    processes = world.members(size)
-    places = world.memberships(size, timeout)
-    for answer in [
-        process.call(members.open_lease, place)
-        for process, place in zip(processes, places, strict=True)
-    ]:
-        assert answer.get() == "open"
-    return processes
 
 
 def results(answers: list[Answer]) -> list[Any]:
@@ -42,9 +32,10 @@ def total(named: pushes.Weights) -> int:
     return sum(t.numel() * t.element_size() for name, t in named.items() if name != "head")
 
 
-def test_pushes_are_bit_exact_over_three_reconnects(world: World) -> None:
+def test_pushes_are_bit_exact_over_three_reconnects(link: Link) -> None:
+    files = []
     for epoch in range(3):
-        processes = opened(world, 3)
+        processes = link.open(3)
         named = pushes.weights(seed=epoch)
 
         sent, *received = results(
@@ -60,12 +51,14 @@ def test_pushes_are_bit_exact_over_three_reconnects(world: World) -> None:
         # embed (1,708 bytes) | norm | proj (364) | bias, scale, empty, steps, mask | big (2,310)
         assert sent[1] == 5
         assert sent[2] == Version(7, epoch)
-        for process in processes:
-            process.call(members.close_lease).get()
+        link.close()
+        files.append([process.call(pushes.open_files).get() for process in processes])
+
+    assert files[1:] == files[:-1]
 
 
-def test_both_sides_keep_their_two_buckets_over_pushes(world: World) -> None:
-    sender, receiver = opened(world, 2)
+def test_both_sides_keep_their_two_buckets_over_pushes(link: Link) -> None:
+    sender, receiver = link.open(2)
     named = pushes.weights(seed=1)
 
     kept = []
@@ -79,13 +72,14 @@ def test_both_sides_keep_their_two_buckets_over_pushes(world: World) -> None:
         )
 
     assert kept[0] == kept[1]
-    assert [len(pair) for pair in kept[0]] == [2, 2]
+    # Both together: twice the largest bucket, big, and 16 bytes; in multiples of 256.
+    assert [numel for _, numel in kept[0]] == [2 * 2560] * 2
 
 
 def test_another_manifest_is_refused_before_any_tensor_and_the_lease_stays_good(
-    world: World,
+    link: Link,
 ) -> None:
-    sender, receiver, other = opened(world, 3)
+    sender, receiver, other = link.open(3)
     named = pushes.weights(seed=3)
     fewer = {name: tensor for name, tensor in named.items() if name != "bias"}
 
@@ -106,8 +100,8 @@ def test_another_manifest_is_refused_before_any_tensor_and_the_lease_stays_good(
     assert again == [3.0] * 3
 
 
-def test_tensors_in_another_order_are_refused_and_end_the_lease(world: World) -> None:
-    sender = opened(world, 1)[0]
+def test_tensors_in_another_order_are_refused_and_end_the_lease(link: Link) -> None:
+    sender = link.open(1)[0]
 
     name, text, _ = sender.call(pushes.send_reversed, pushes.weights(seed=4)).get()
 
@@ -117,9 +111,9 @@ def test_tensors_in_another_order_are_refused_and_end_the_lease(world: World) ->
 
 
 def test_a_receiver_that_cannot_load_fails_the_push_everywhere_and_blocks_nobody(
-    world: World,
+    link: Link,
 ) -> None:
-    processes = opened(world, 3)
+    processes = link.open(3)
     named = pushes.weights(seed=5)
 
     began = time.monotonic()
@@ -138,8 +132,8 @@ def test_a_receiver_that_cannot_load_fails_the_push_everywhere_and_blocks_nobody
     assert results([p.call(members.sum_of_ones) for p in processes]) == [3.0] * 3
 
 
-def test_a_flipped_bit_is_seen_by_all(world: World) -> None:
-    processes = opened(world, 3)
+def test_a_flipped_bit_is_seen_by_all(link: Link) -> None:
+    processes = link.open(3)
     named = pushes.weights(seed=6)
 
     sent, other, spoilt = results(
@@ -151,11 +145,12 @@ def test_a_flipped_bit_is_seen_by_all(world: World) -> None:
     )
 
     assert sent[0] == other[0] == spoilt[0] == "SelfCheckFailed"
-    assert "received: member-2 " in sent[1]
+    assert "received: " in sent[1]
+    assert "member-2 " in sent[1]
 
 
-def test_a_sender_that_breaks_off_frees_its_receivers_at_once(world: World) -> None:
-    sender, receiver = opened(world, 2)
+def test_a_sender_that_breaks_off_frees_its_receivers_at_once(link: Link) -> None:
+    sender, receiver = link.open(2)
     named = pushes.weights(seed=7)
 
     waiting = receiver.call(pushes.receive, named)
@@ -170,8 +165,8 @@ def test_a_sender_that_breaks_off_frees_its_receivers_at_once(world: World) -> N
     assert receiver.call(pushes.buffers, "receiver").get() == []
 
 
-def test_a_peer_killed_in_mid_push_is_named_and_survivors_push_again(world: World) -> None:
-    processes = opened(world, 3)
+def test_a_peer_killed_in_mid_push_is_named_and_survivors_push_again(link: Link) -> None:
+    processes = link.open(3)
 
     began = time.monotonic()
     answers = [
@@ -181,10 +176,7 @@ def test_a_peer_killed_in_mid_push_is_named_and_survivors_push_again(world: Worl
     ]
     lost = results(answers[:2])
     took = time.monotonic() - began
-    places = world.memberships(2)
-    survivors = processes[:2]
-    again = [p.call(members.open_lease, m) for p, m in zip(survivors, places, strict=True)]
-    assert results(again) == ["open", "open"]
+    survivors = link.open(2)
     named = pushes.weights(seed=8)
     sent, received = results(
         [survivors[0].call(pushes.send, named), survivors[1].call(pushes.receive, named)]
@@ -195,6 +187,47 @@ def test_a_peer_killed_in_mid_push_is_named_and_survivors_push_again(world: Worl
         assert "no word from member-2;" in text
     assert took < 5.0 + SLACK
     assert received == sent
+
+
+def test_a_killed_sender_is_named_and_leaves_nothing(link: Link) -> None:
+    processes = link.open(3)
+
+    began = time.monotonic()
+    answers = [p.call(pushes.receive_large, 12, 8) for p in processes[1:]]
+    processes[0].call(pushes.send_and_die, 12, 8, 5)
+    lost = results(answers)
+
+    assert time.monotonic() - began < 5.0 + SLACK
+    assert {name for name, _, _ in lost} <= {"PeerLost", "LeaseExpired"}
+    for _, text, _ in lost:
+        assert "no word from member-0;" in text
+
+
+def test_shards_are_gathered_bucket_by_bucket(link: Link) -> None:
+    sender, receiver = link.open(2)
+    # Two tensors of 4,000 bytes in each bucket.
+    size = 20, 1000, 8192
+
+    most, got = results(
+        [sender.call(pushes.send_gathered, *size), receiver.call(pushes.receive_gathered, *size)]
+    )
+
+    assert got == [float(i) for i in range(20)]
+    assert most <= 2 * 8192
+
+
+def test_a_receiver_that_begins_anew_in_the_same_epoch_finds_the_sender(link: Link) -> None:
+    sender, receiver = link.open(2)
+    named = pushes.weights(seed=9)
+    receiver.call(pushes.forget, "receiver").get()
+
+    for _ in range(2):
+        sent, received = results(
+            [sender.call(pushes.send, named), receiver.call(pushes.receive, named)]
+        )
+        receiver.call(pushes.forget, "receiver").get()
+
+        assert received == sent
 
 
 ARRAYS = st.lists(
@@ -225,9 +258,10 @@ def test_any_mix_of_dtypes_and_shapes_leaves_its_buckets_as_it_entered_them(
 
     left, pairs = {}, iter(named.items())
     for index, bucket in enumerate(manifest.buckets):
-        flat = torch.empty(bucket.bytes + 16, dtype=torch.uint8)
-        _fill(flat, index, bucket, pairs)
-        left.update({slot.spec.name: _view(flat, slot) for slot in bucket.slots})
+        flat = torch.empty(bucket.bytes + TRAILER, dtype=torch.uint8)
+        parcel = Parcel(index, bucket, flat)
+        parcel.fill(pairs)
+        left.update(parcel.views())
 
     assert {name: tensor.shape for name, tensor in left.items()} == {
         name: tensor.shape for name, tensor in named.items()
@@ -238,10 +272,12 @@ def test_any_mix_of_dtypes_and_shapes_leaves_its_buckets_as_it_entered_them(
 @pytest.mark.parametrize(("total", "hashed"), [(2**26 - 1, 1.0), (2**26, 1 / 256)])
 def test_small_pushes_are_hashed_whole_and_large_ones_sampled(total: int, hashed: float) -> None:
     flat = torch.zeros(2**20 + 2**16, dtype=torch.uint8)
+    parcel = Parcel(0, Bucket((), flat.numel() - TRAILER), flat)
+    flat[-TRAILER:] = parcel.trailer()
 
     def value() -> bytes:
-        checksum = _Checksum(total)
-        checksum.add(flat)
+        checksum = Checksum(total)
+        checksum.add(parcel)
         return checksum.value()
 
     before, seen = value(), 0

@@ -1,0 +1,249 @@
+"""Transports: how one flat bucket gets from the sender's memory into the receivers'.
+
+The words of a push (`push`) go over the lease whatever the transport is, and with them epoch,
+deadlines and abort. Both ends have two buckets: while one travels, the next is packed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from fsm_trainer.groups.lease import WATCH, Lease
+from fsm_trainer.machine.errors import ActionFailed, LeaseExpired
+from fsm_trainer.sync.buckets import TRAILER, Parcel, settle
+from fsm_trainer.sync.checksums import raw_bytes
+from fsm_trainer.sync.manifest import Manifest
+from fsm_trainer.sync.memory import OFFER, SharedMemory, attach
+
+
+class Transport(ABC):
+    """One end of the way that buckets take, for one lease; rank 0 sends.
+
+    Calls are collective; :meth:`drop` alone may come at any time, from any thread.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease, self._device = lease, torch.device(lease.device)
+        self._both: torch.Tensor | None = None
+
+    def fits(self, manifest: Manifest) -> bool:
+        """Whether the two buckets that are there are large enough."""
+        return self._both is not None and self._both.numel() >= 2 * _stride(manifest)
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Make room for two buckets; called on all ends where one doesn't fit."""
+        self._both = None  # before the new ones: four at once may be too much
+        self._both = torch.empty(2 * _stride(manifest), dtype=torch.uint8, device=self._device)
+
+    @abstractmethod
+    def outgoing(self, manifest: Manifest) -> Iterator[Parcel]:
+        """Give each bucket to be filled, and send it when the next is asked for."""
+
+    @abstractmethod
+    def incoming(self, manifest: Manifest) -> Iterator[Parcel]:
+        """Give each bucket as it comes; it is good until the next is asked for."""
+
+    def drop(self) -> None:
+        """Let go of all memory, mappings and files."""
+        self._both = None
+
+    def _parcel(self, index: int, manifest: Manifest) -> Parcel:
+        both, lease = self._both, self._lease
+        if both is None:
+            lease.barrier()  # it raises: buffers go with their lease, and it knows why
+            raise LeaseExpired(lease.link, lease.epoch, "it ended within a push")
+        bucket, half = manifest.buckets[index], both.numel() // 2
+        return Parcel(index, bucket, both[index % 2 * half :][: bucket.bytes + TRAILER])
+
+    def _parcels(self, manifest: Manifest) -> Iterator[Parcel]:
+        return (self._parcel(index, manifest) for index in range(len(manifest.buckets)))
+
+
+class GroupTransport(Transport):
+    """``group``: broadcasts over the lease's own group, NCCL's or gloo's."""
+
+    def outgoing(self, manifest: Manifest) -> Iterator[Parcel]:
+        pending = None
+        for parcel in self._parcels(manifest):
+            yield parcel
+            if pending is not None:
+                pending.wait()
+            pending = self._lease.start_broadcast(parcel.flat)
+        if pending is not None:
+            pending.wait()
+
+    def incoming(self, manifest: Manifest) -> Iterator[Parcel]:
+        flats = (parcel.flat for parcel in self._parcels(manifest))
+        for index, _ in enumerate(_one_ahead(self._lease, flats)):
+            yield self._parcel(index, manifest)
+
+
+class _Reached(Transport):
+    """The bucket lies where all ends reach it, and the lease says when.
+
+    In this order on all ends: bucket 0 is there, 1 is there, 0 was taken, 2 is there, 1 was taken …
+    """
+
+    def outgoing(self, manifest: Manifest) -> Iterator[Parcel]:
+        for parcel in self._parcels(manifest):
+            if parcel.index >= 2:
+                self._lease.barrier()
+            yield parcel
+            self._put(parcel)
+            self._lease.broadcast(parcel.trailer())
+        for _ in manifest.buckets[:2]:
+            self._lease.barrier()
+        self._clear()
+
+    def incoming(self, manifest: Manifest) -> Iterator[Parcel]:
+        taken = None
+        words = (torch.zeros(TRAILER, dtype=torch.uint8) for _ in manifest.buckets)
+        for index, word in enumerate(_one_ahead(self._lease, words)):
+            yield self._get(self._parcel(index, manifest), word)
+            settle(self._lease.device)
+            if taken is not None:
+                taken.wait()
+            taken = self._lease.start_barrier()
+        if taken is not None:
+            taken.wait()
+
+    @abstractmethod
+    def _put(self, parcel: Parcel) -> None:
+        """Have the bucket where the receivers reach it."""
+
+    def _get(self, parcel: Parcel, word: torch.Tensor) -> Parcel:
+        """Reach it, given its trailer."""
+        return parcel
+
+    def _clear(self) -> None:
+        """All receivers have all buckets."""
+
+    def _tell(self, offer: dict[str, Any]) -> dict[str, Any]:
+        """Return the sender's ``offer`` at all ends."""
+        text = bytearray(json.dumps(offer).encode().ljust(OFFER))
+        raw = torch.frombuffer(text, dtype=torch.uint8)
+        self._lease.broadcast(raw)
+        told: dict[str, Any] = json.loads(bytes(raw_bytes(raw)))
+        return told
+
+
+class IpcTransport(_Reached):
+    """``ipc``: receivers on the sender's machine and device map its two buckets."""
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Share the sender's memory; the handle is exported and mapped once, not for each push."""
+        self.drop()
+        self._lease.barrier()  # nobody has the old one mapped any more
+        if self._lease.rank > 0:
+            self._both = attach(self._tell({}), self._device)
+            self._lease.barrier()
+            return
+        with SharedMemory(2 * _stride(manifest), self._device) as memory:
+            self._tell(memory.offer)
+            self._lease.barrier()
+        self._both = memory.tensor
+
+    def _put(self, parcel: Parcel) -> None:
+        settle(self._device)
+
+
+class DiskTransport(_Reached):
+    """``disk``: safetensors files, two at most, in a folder that all ends see."""
+
+    def __init__(self, lease: Lease) -> None:
+        super().__init__(lease)
+        self._above = Path(lease.membership.folder or tempfile.gettempdir())
+        self._folder = self._above / "not agreed on"
+        # Buckets are written from, and read into, the host's memory.
+        self._device = torch.device("cpu")
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Agree on a folder of the lease's own; its name is the sender's to choose."""
+        self.drop()
+        super().prepare(manifest)
+        if self._lease.rank == 0:
+            with self._files(self._above):
+                self._above.mkdir(parents=True, exist_ok=True)
+                prefix = f"{self._lease.link}-{self._lease.epoch}-"
+                self._folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self._above))
+        self._folder = self._above / self._tell({"folder": self._folder.name})["folder"]
+
+    def drop(self) -> None:
+        """Remove the folder too, on every end: the sender may be dead."""
+        super().drop()
+        self._clear()
+        try:
+            self._folder.rmdir()
+        except OSError as error:
+            # Another end was faster; or the sender is writing still, and drops when that fails.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
+
+    def _put(self, parcel: Parcel) -> None:
+        path = self._path(parcel.index)
+        with self._files(path):
+            save_file(parcel.views(), path)
+
+    def _get(self, parcel: Parcel, word: torch.Tensor) -> Parcel:
+        path = self._path(parcel.index)
+        with self._files(path), safe_open(path, framework="pt") as file:
+            parcel.fill((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        parcel.flat[-TRAILER:].copy_(word)
+        return Parcel(parcel.index, parcel.bucket, parcel.flat.to(self._lease.device))
+
+    def _clear(self) -> None:
+        for index in range(2):
+            self._path(index).unlink(missing_ok=True)
+
+    @contextmanager
+    def _files(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            # An end that fails removes what is there; the lease is about to say why.
+            time.sleep(2 * WATCH)
+            if not self._lease.usable:
+                self._lease.barrier()
+            remedy = "Is link.folder the same one everywhere, writable, with room for two buckets?"
+            raise ActionFailed(f"{path}: {error}. {remedy}") from error
+
+    def _path(self, index: int) -> Path:
+        return self._folder / f"bucket-{index % 2}.safetensors"
+
+
+def transport(lease: Lease) -> Transport:
+    """Make this end of the lease's transport; it is dropped when the lease is over."""
+    kinds: dict[str, Any] = {"group": GroupTransport, "ipc": IpcTransport, "disk": DiskTransport}
+    made: Transport = kinds[lease.membership.kind](lease)
+    lease.at_end(made.drop)
+    return made
+
+
+def _stride(manifest: Manifest) -> int:
+    need = max((bucket.bytes for bucket in manifest.buckets), default=0) + TRAILER
+    return -(-need // 256) * 256  # as every dtype and copy engine likes
+
+
+def _one_ahead(lease: Lease, tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Receive each from the sender, with the next one already on its way."""
+    arrived = None
+    for tensor in tensors:
+        coming = tensor, lease.start_broadcast(tensor)
+        if arrived is not None:
+            yield arrived
+        coming[1].wait()
+        arrived = coming[0]
+    if arrived is not None:
+        yield arrived

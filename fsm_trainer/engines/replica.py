@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 
 from fsm_trainer.groups.lease import Lease
 from fsm_trainer.machine.errors import CapabilityMissing
+from fsm_trainer.sync.buckets import copy_all
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, TensorSpec
 from fsm_trainer.sync.push import Receiver
@@ -66,10 +67,7 @@ class Replica:
 
         def load(bucket: Mapping[str, torch.Tensor]) -> None:
             # The manifest fits `specs`: a name that isn't there is tied to one that is.
-            here = [name for name in bucket if name in targets]
-            if here:
-                into = [targets[name].detach() for name in here]
-                torch._foreach_copy_(into, [bucket[name] for name in here])
+            copy_all((targets[name], bucket[name]) for name in bucket if name in targets)
 
         self._receiver.receive(lease, manifest, load)
 

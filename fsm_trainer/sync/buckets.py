@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from fsm_trainer.machine.errors import ManifestMismatch, SelfCheckFailed
 from fsm_trainer.sync.checksums import raw_bytes
-from fsm_trainer.sync.manifest import Bucket, Slot, TensorSpec
+from fsm_trainer.sync.manifest import Bucket, TensorSpec
 
 # After each bucket's bytes: its index and its length.
 TRAILER = 16
@@ -24,7 +24,7 @@ _STRIDE = 256 * _WINDOW
 # Of these a whole list is copied in one launch; others are copied one by one.
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 
-Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,11 @@ class Parcel:
 
     def views(self) -> dict[str, torch.Tensor]:
         """The bucket's tensors, in the memory of ``flat``."""
-        return {slot.spec.name: self._view(slot) for slot in self.bucket.slots}
-
-    def _view(self, slot: Slot) -> torch.Tensor:
-        spec = slot.spec
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        return self.flat[slot.offset : slot.offset + spec.bytes].view(dtype).view(spec.shape)
+        views = {}
+        for slot in self.bucket.slots:
+            flat = self.flat[slot.offset : slot.offset + slot.spec.bytes]
+            views[slot.spec.name] = flat.view(getattr(torch, slot.spec.dtype)).view(slot.spec.shape)
+        return views
 
     def trailer(self) -> torch.Tensor:
         """What ``flat`` must end with, on the CPU."""
@@ -53,49 +52,39 @@ class Parcel:
 
         They must live until all of them are there. Raises ManifestMismatch on other tensors.
         """
-        slots = {slot.spec.name: slot for slot in self.bucket.slots}
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        while slots:
+        views, found = self.views(), list[Pair]()
+        specs = {slot.spec.name: slot.spec for slot in self.bucket.slots}
+        while specs:
             name, tensor = next(pairs, ("the end", None))
-            slot = slots.pop(name, None)
-            if tensor is None or slot is None or TensorSpec.of(name, tensor) != slot.spec:
-                expected = f"{slot.spec!r}" if slot is not None else ", ".join([*slots][:4])
-                other = name if tensor is None else repr(TensorSpec.of(name, tensor))
+            spec, other = specs.pop(name, None), tensor is not None and TensorSpec.of(name, tensor)
+            if tensor is None or spec != other:
                 raise ManifestMismatch(
-                    f"bucket {self.index}: expected {expected}, found {other}. "
-                    "Pass the manifest's tensors in its order"
+                    f"bucket {self.index}: expected {spec or ', '.join([*specs][:4])}, found "
+                    f"{name} {other or ''}. Pass the manifest's tensors in its order"
                 )
-            found.append((self._view(slot), tensor))
+            found.append((views[name], tensor))
         copy_all(found)
         self.flat[self.bucket.bytes :].copy_(self.trailer())
 
 
 @torch.no_grad()
-def copy_all(pairs: Pairs) -> None:
+def copy_all(pairs: Iterable[Pair]) -> None:
     """Copy the second of each pair into the first: on a device, in few launches."""
-    fused: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    alike = defaultdict[tuple[torch.dtype, torch.dtype], list[Pair]](list)
     for into, source in pairs:
-        if into.dtype == source.dtype and into.dtype in _FUSED:
-            targets, sources = fused.setdefault(into.dtype, ([], []))
-            targets.append(into.detach())
-            sources.append(source.detach())
+        alike[into.dtype, source.dtype].append((into.detach(), source.detach()))
+    for (one, other), group in alike.items():
+        if one == other and one in _FUSED:
+            torch._foreach_copy_([into for into, _ in group], [source for _, source in group])
         else:
-            into.detach().copy_(source)
-    for targets, sources in fused.values():
-        torch._foreach_copy_(targets, sources)
+            for into, source in group:
+                into.copy_(source)
 
 
 def settle(device: torch.device | str) -> None:
     """Wait for the work that is queued on a device; on the CPU nothing is."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def with_aliases(
-    views: Mapping[str, torch.Tensor], aliases: Iterable[tuple[str, str]]
-) -> dict[str, torch.Tensor]:
-    """Add the tied names of what is in a bucket."""
-    return {**views, **{alias: views[first] for alias, first in aliases if first in views}}
 
 
 class Checksum:

@@ -10,8 +10,10 @@ import ctypes
 import os
 import secrets
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -24,31 +26,23 @@ OFFER = 512
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")
 
 
-class SharedMemory:
-    """``size`` bytes on ``device`` as ``tensor``; the ``offer`` of it is good inside ``with``."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._file: int | None = None
-        self.offer: Offer = {"machine": _MACHINE.read_text().strip(), "size": size}
-        if device.type == "cuda":
-            driver = _Driver(device)
-            pointer = driver.allocate(size)
-            self.tensor = driver.tensor(pointer, size, driver.free)
-            self.offer["handle"] = driver.export(pointer)
-        else:
-            name = f"fsm-trainer-{secrets.token_hex(8)}"
-            self._file = os.memfd_create(name)
-            os.ftruncate(self._file, size)
-            self.tensor = _map(self._file, size)
-            self.offer |= {"name": name, "at": f"/proc/{os.getpid()}/fd/{self._file}"}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
+@contextmanager
+def shared(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, Offer]]:
+    """Give ``[size]`` bytes on ``device``, and an offer of them that is good inside ``with``."""
+    offer: Offer = {"machine": _MACHINE.read_text().strip(), "size": size}
+    if device.type == "cuda":
+        driver = _Driver(device)
+        address = driver.allocate(size)
+        yield driver.tensor(address, size, driver.free), {**offer, "handle": driver.export(address)}
+        return
+    name = f"fsm-trainer-{secrets.token_hex(8)}"
+    file = os.memfd_create(name)
+    try:
+        os.ftruncate(file, size)
+        at = f"/proc/{os.getpid()}/fd/{file}"
+        yield _map(file, size), {**offer, "name": name, "at": at}
+    finally:
+        os.close(file)
 
 
 def attach(offer: Offer, device: torch.device) -> torch.Tensor:
@@ -142,8 +136,8 @@ class _Driver:
 
     def _call(self, name: str, *arguments: Any) -> None:
         # Queued copies may still read what is let go of. It also makes this thread's context.
-        torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
             code = getattr(self._library, name)(*arguments)
         if code:
             text = ctypes.c_char_p()

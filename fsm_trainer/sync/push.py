@@ -29,7 +29,7 @@ from fsm_trainer.machine.errors import (
     SelfCheckFailed,
 )
 from fsm_trainer.machine.version import Version
-from fsm_trainer.sync.buckets import Checksum, Parcel, settle, with_aliases
+from fsm_trainer.sync.buckets import Checksum, Parcel, settle
 from fsm_trainer.sync.checksums import raw_bytes
 from fsm_trainer.sync.manifest import Manifest
 from fsm_trainer.sync.transports import Transport, transport
@@ -156,7 +156,9 @@ def _load_all(way: Transport, manifest: Manifest, load: Load) -> tuple[bytes, Ex
 
 def _loaded(parcel: Parcel, manifest: Manifest, load: Load) -> Exception | None:
     try:
-        load(with_aliases(parcel.views(), manifest.aliases))
+        views = parcel.views()
+        tied = {alias: views[first] for alias, first in manifest.aliases if first in views}
+        load(views | tied)
     except Exception as error:
         return error
     return None

@@ -25,7 +25,7 @@ from fsm_trainer.machine.errors import ActionFailed, LeaseExpired
 from fsm_trainer.sync.buckets import TRAILER, Parcel, settle
 from fsm_trainer.sync.checksums import raw_bytes
 from fsm_trainer.sync.manifest import Manifest
-from fsm_trainer.sync.memory import OFFER, SharedMemory, attach
+from fsm_trainer.sync.memory import OFFER, attach, shared
 
 
 class Transport(ABC):
@@ -150,10 +150,9 @@ class IpcTransport(_Reached):
             self._both = attach(self._tell({}), self._device)
             self._lease.barrier()
             return
-        with SharedMemory(2 * _stride(manifest), self._device) as memory:
-            self._tell(memory.offer)
+        with shared(2 * _stride(manifest), self._device) as (self._both, offer):
+            self._tell(offer)
             self._lease.barrier()
-        self._both = memory.tensor
 
     def _put(self, parcel: Parcel) -> None:
         settle(self._device)

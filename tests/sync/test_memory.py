@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from fsm_trainer.machine.errors import CapabilityMissing
-from fsm_trainer.sync.memory import SharedMemory, attach
+from fsm_trainer.sync.memory import attach, shared
 
 CPU = torch.device("cpu")
 
 
 def test_both_ends_see_one_memory_that_has_no_name_and_no_open_file_afterwards() -> None:
     files = len(os.listdir("/proc/self/fd"))
-    with SharedMemory(4096, CPU) as memory:
-        other = attach(memory.offer, CPU)
+    with shared(4096, CPU) as (memory, offer):
+        other = attach(offer, CPU)
 
-    memory.tensor[17] = 5
+    memory[17] = 5
 
     assert other[17] == 5
     assert len(os.listdir("/proc/self/fd")) == files
@@ -35,13 +35,13 @@ def test_both_ends_see_one_memory_that_has_no_name_and_no_open_file_afterwards()
     ],
 )
 def test_memory_that_is_not_the_senders_is_refused(changes: dict[str, str], said: str) -> None:
-    with SharedMemory(4096, CPU) as memory, pytest.raises(CapabilityMissing, match=said):
-        attach(memory.offer | changes, CPU)
+    with shared(4096, CPU) as (_, offer), pytest.raises(CapabilityMissing, match=said):
+        attach(offer | changes, CPU)
 
 
 def test_an_offer_is_refused_when_it_has_ended() -> None:
-    with SharedMemory(4096, CPU) as memory:
-        offer = memory.offer
+    with shared(4096, CPU) as (_, offer):
+        pass
 
     with pytest.raises(CapabilityMissing, match=r"set link\.kind"):
         attach(offer, CPU)

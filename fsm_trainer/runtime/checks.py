@@ -9,6 +9,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -104,6 +105,7 @@ class Checks:
         self.trainers(spec)
         self.trajectories()
         self.devices(spec)
+        self.link()
 
     def trainers(self, spec: Spec) -> None:
         """Actor, critic and engine."""
@@ -179,6 +181,27 @@ class Checks:
             raise self.fail(
                 "rollout.engine.device", device, problem, "Write cpu, or set cluster.gpus."
             )
+
+    def link(self) -> None:
+        """Whether all ends are there where the weights go."""
+        link, cluster = self.config.link, self.config.cluster
+        apart = {
+            f"a cluster (cluster.address: {cluster.address}) may have several machines, and these "
+            "share no memory": cluster.address is not None,
+            f"with cluster.gpus: {cluster.gpus} there are workers that don't see the actor's "
+            "device": cluster.gpus > 1,
+        }
+        for problem, true in apart.items():
+            if true and link.kind == "ipc":
+                raise self.fail("link.kind", link.kind, problem, "Write group or disk.")
+        if link.folder is None:
+            return
+        if link.kind != "disk":
+            problem, remedy = f"link.kind is {link.kind}", "Remove it, or write link.kind: disk."
+            raise self.fail("link.folder", str(link.folder), problem, remedy)
+        if not link.folder.is_dir() or not os.access(link.folder, os.W_OK):
+            problem = "there is no such folder, or nothing can be written into it"
+            raise self.fail("link.folder", str(link.folder), problem, RELATIVE)
 
     def installed(self) -> None:
         """Functions, files and packages that the configuration names."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field
@@ -106,6 +106,11 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
 class LinkConfig(BaseModel, extra="forbid", frozen=True):
     """The link that carries weights to the rollout workers."""
 
+    kind: Literal["group", "ipc", "disk"] = "group"
+    """The way of the weights: ``group`` is NCCL between devices and gloo between CPUs; ``ipc`` is
+    memory of the actor's that all ends map, on one machine and one device; ``disk`` is files."""
+    folder: Path | None = None
+    """For ``disk``: a folder that all machines of the run see; by default ``sync`` in the run's."""
     timeout: float = Field(default=60.0, gt=0)
     """Seconds that one operation on the link may take."""
     bucket_bytes: int = Field(default=64 * 2**20, ge=1024)
@@ -271,6 +276,7 @@ def _resolve_paths(document: Document, folder: Path) -> None:
 
     data = document.data.get("data")
     absolute(document.data.get("model"), "path")
+    absolute(document.data.get("link"), "folder")
     if isinstance(data, dict):
         further = data.get("evaluation")
         for entry in [data.get("train"), *(further.values() if isinstance(further, dict) else ())]:

@@ -70,6 +70,10 @@ class Entry(BaseModel):
     """False when it failed or was undone."""
     error: str | None
     """Why not ok; null when ok."""
+    bytes: int | None = Field(default=None, ge=0)
+    """Of a push, at its sender: how many bytes of weights went out; else absent."""
+    gigabytes_per_second: float | None = Field(default=None, ge=0)
+    """Of a push, at its sender: those bytes over the seconds from header to acknowledgement."""
 
 
 class Journal(LineFile):
@@ -94,7 +98,7 @@ class Journal(LineFile):
         with self.lock:
             seq, now = self._seq + 1, self._clock()
             entry = Entry(format=FORMAT, seq=seq, time=now, **{**_UNSAID, **told})
-            self.file.write(entry.model_dump_json() + "\n")
+            self.file.write(entry.model_dump_json(exclude_unset=True) + "\n")
             self._seq = seq
             return entry
 

@@ -158,6 +158,8 @@ class _Launch:
                 link_timeout=config.link.timeout,
                 backend="nccl" if config.cluster.gpus else "gloo",
                 scratch=self.folder / "scratch" / process,
+                link_kind=config.link.kind,
+                link_folder=config.link.folder or self.folder / "sync",
             )
             bundle = self.layout.bundle(name, role, rank)
             told = {"place": place, **arguments}

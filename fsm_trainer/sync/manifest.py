@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsm_trainer.machine.errors import ManifestMismatch
 
@@ -67,6 +67,18 @@ class TensorSpec:
     def bytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.item_size
+
+
+class Transfer(NamedTuple):
+    """What a push moved, in bytes, and the seconds that it took its sender."""
+
+    bytes: int
+    seconds: float
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Their quotient, in units of 10⁹; 0 when nothing was moved."""
+        return self.bytes / 1e9 / self.seconds if self.bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)

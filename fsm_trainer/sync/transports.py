@@ -210,7 +210,7 @@ class DiskTransport(_Reached):
     def _files(self, path: Path) -> Iterator[None]:
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch's, of a file that it maps
             # An end that fails removes what is there; the lease is about to say why.
             time.sleep(2 * WATCH)
             if not self._lease.usable:

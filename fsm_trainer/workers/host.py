@@ -38,6 +38,9 @@ class Place:
     """Of links: ``gloo`` or ``nccl``."""
     scratch: Path
     """A folder that this process may fill and that nobody else touches."""
+    link_kind: str = "group"
+    link_folder: Path | None = None
+    """The way of the weights, and the folder of their files; see `Membership`."""
 
     def membership(self, world: World, effect: Effect) -> Membership:
         """This worker's place in the epoch of the link that ``effect`` opens."""
@@ -54,6 +57,8 @@ class Place:
             self.backend,
             self.store,
             self.link_timeout,
+            self.link_kind,
+            None if self.link_folder is None else str(self.link_folder),
         )
 
 

@@ -18,7 +18,7 @@ from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource
 from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.checksums import checksums
-from fsm_trainer.sync.manifest import Manifest
+from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
 from fsm_trainer.training.batch import collate
 from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
@@ -138,17 +138,17 @@ class ActorHost(TrainerHost):
         """A checksum per tensor of the weights; needs them on the device."""
         return checksums(self.trainer.named_weights())
 
-    def do_push(self, manifest: Manifest, version: Version) -> tuple[None, tuple[int, float]]:
+    def do_push(self, manifest: Manifest, version: Version) -> tuple[None, Transfer]:
         """Send the weights; gives bytes and seconds."""
         weights = self.trainer.named_weights()
         lease = self._lease
-        sent = (0, 0.0)
+        sent = Transfer(0, 0.0)
         try:
             if self.place.rank == 0:
                 if lease is None:
                     raise LeaseExpired("link", 0, "it was given up before the push began")
                 report = self._sender.send(lease, weights, manifest, version=version)
-                sent = (report.bytes, report.seconds)
+                sent = Transfer(report.bytes, report.seconds)
         finally:
             for _ in weights:  # ranks gather shards together, to the end
                 pass

@@ -85,6 +85,20 @@ class Mistake:
 
 
 MISTAKES = {
+    "no such way of the weights": Mistake(
+        "seed: 0", "link: {kind: pigeon} # HERE", "link.kind", "'pigeon'", "'ipc' or 'disk'"
+    ),
+    "memory over several machines": Mistake(
+        "seed: 0", "cluster: {address: auto}\nlink: {kind: ipc} # HERE", "link.kind", "'ipc'",
+        "Write group or disk",
+    ),
+    "a folder without files": Mistake(
+        "seed: 0", "link: {folder: no_model} # HERE", "link.folder", "no_model'", "kind: disk"
+    ),
+    "no folder for the files": Mistake(
+        "seed: 0", "link: {kind: disk, folder: nowhere} # HERE", "link.folder", "nowhere'",
+        "Paths in the file",
+    ),
     "unknown key": Mistake(
         "seed: 0", "sed: 0 # HERE", "sed", "0", "Did you mean seed?"
     ),

@@ -77,6 +77,21 @@ def test_every_line_meets_the_schema_and_a_wrong_one_does_not(path: Path) -> Non
             jsonschema.validate(lines[0] | damage, schema)
 
 
+def test_a_push_says_how_fast_it_was_and_other_records_do_not(path: Path) -> None:
+    with Journal(path) as journal:
+        journal.record(**WAKE)
+        journal.record(**WAKE | {"bytes": 3 * 10**9, "gigabytes_per_second": 1.5})
+
+    first, second = read_journal(path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    assert first.bytes is None
+    assert (second.bytes, second.gigabytes_per_second) == (3 * 10**9, 1.5)
+    assert lines[1].keys() - lines[0].keys() == {"bytes", "gigabytes_per_second"}
+    for line in lines:
+        jsonschema.validate(line, json.loads(SCHEMA.read_text()))
+
+
 def test_the_schema_in_the_package_is_that_of_the_code() -> None:
     assert json.loads(SCHEMA.read_text()) == Entry.model_json_schema()
 

@@ -44,6 +44,11 @@ class Site:
         return self.device != "cpu"
 
     @property
+    def sender(self) -> str:
+        """The sender's own device where there are several, else the engine's."""
+        return f"cuda:{torch.cuda.device_count() - 1}" if self.cuda else "cpu"
+
+    @property
     def backend(self) -> str:
         return "nccl" if self.cuda else "gloo"
 
@@ -160,7 +165,7 @@ class Bench:
 
     def connect(self, timeout: float = 5.0) -> None:
         ours, theirs = self.memberships(timeout)
-        answer = self.sender.call(peer.join, ours, self.site.device)
+        answer = self.sender.call(peer.join, ours, self.site.sender)
         self.engine.join(theirs)
         assert answer.get() is None
 

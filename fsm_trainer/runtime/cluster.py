@@ -24,7 +24,7 @@ from typing import Any
 import ray
 import structlog
 from ray.exceptions import RayActorError, RaySystemError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fsm_trainer.machine import errors
@@ -47,7 +47,6 @@ class Recipe:
     host: str
     arguments: Mapping[str, Any]
     bundle: int
-    cpus: float = 1.0
     gpus: float = 0.0
 
 
@@ -94,7 +93,6 @@ class Cluster:
     ) -> None:
         self._run_dir, self._folder = run_dir, ""
         self._handles: dict[str, _Handle] = {}
-        self._group: PlacementGroup | None = None
         logging.getLogger("ray").setLevel(logging.ERROR)
         cpus = sum(bundle.get("CPU", 0) for bundle in bundles)
         if config.address is None:
@@ -115,6 +113,7 @@ class Cluster:
         remote: Any = ray.remote
         self._actor = remote(concurrency_groups={CONTROL: CONTROL_THREADS})(_Process)
         self._bundles = [dict(bundle) for bundle in bundles]
+        self._group = placement_group(self._bundles, strategy="PACK")
 
     @property
     def host(self) -> str:
@@ -124,7 +123,6 @@ class Cluster:
 
     async def reserve(self, seconds: float) -> None:
         """Reserve all devices at once; raises CapabilityMissing where they don't exist."""
-        self._group = placement_group(self._bundles, strategy="PACK")
         try:
             await asyncio.wait_for(self._group.ready(), seconds)
         except TimeoutError:
@@ -138,15 +136,11 @@ class Cluster:
 
     def start(self, recipe: Recipe) -> None:
         """Start a process and its imports; :meth:`setup` makes its host."""
-        if self._group is None:
-            raise errors.CapabilityMissing(
-                "the cluster's devices were not reserved: call reserve() first"
-            )
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=recipe.bundle
         )
         actor = self._actor.options(
-            num_cpus=recipe.cpus, num_gpus=recipe.gpus, scheduling_strategy=strategy
+            num_cpus=1.0, num_gpus=recipe.gpus, scheduling_strategy=strategy
         ).remote(recipe.name, recipe.host, [p for p in sys.path if p], self._run_dir)
         self._handles[recipe.name] = _Handle(actor)
 
@@ -227,8 +221,7 @@ class Cluster:
         for handle in self._handles.values():
             ray.kill(handle.actor, no_restart=True)
         self._handles.clear()
-        if self._group is not None:
-            remove_placement_group(self._group)
+        remove_placement_group(self._group)
         ray.shutdown()
         deadline = time.monotonic() + CLOSE_SECONDS
         while pids and time.monotonic() < deadline:

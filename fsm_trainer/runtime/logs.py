@@ -28,14 +28,13 @@ class Logs:
         self,
         run_dir: Path | None = None,
         console: Console | None = None,
-        level: str = "INFO",
         worker: str | None = None,
     ) -> None:
         self._handlers: list[logging.Handler] = []
         self._worker = worker
         if console is not None:
             readable = structlog.dev.ConsoleRenderer(colors=console.is_terminal, pad_event_to=0)
-            self._add(_ConsoleHandler(console), level, _short_time, readable)
+            self._add(_ConsoleHandler(console), "INFO", _short_time, readable)
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
             # It appends each line by one write, so lines of several processes don't mix.

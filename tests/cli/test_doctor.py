@@ -45,11 +45,6 @@ def test_the_doctor_itself_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_an_old_python_is_a_problem() -> None:
-    assert doctor.check_python((3, 11, 0)).status is Status.OK
-    assert doctor.check_python((3, 10, 14)).status is Status.PROBLEM
-
-
 def test_a_package_that_is_not_installed_is_missing_with_its_remedy() -> None:
     assert doctor.check_package("no-such-distribution", "do this") == Check(
         "no-such-distribution", Status.MISSING, "not installed", "do this"

@@ -210,13 +210,11 @@ class Document:
         at: Key = ()
         here = self.data
         for place, part in enumerate(loc):
-            inside = part in here if isinstance(here, dict) else False
-            if isinstance(here, list) and isinstance(part, int):
-                inside = part < len(here)
-            if inside:
+            try:
                 at, here = (*at, part), here[part]
-            elif missing and place == len(loc) - 1:
-                at = (*at, part)
+            except (LookupError, TypeError):
+                if missing and place == len(loc) - 1:
+                    at = (*at, part)
         return at
 
 

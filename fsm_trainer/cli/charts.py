@@ -139,11 +139,11 @@ def lanes(rows: Sequence[Lane], start: float, end: float, *, named: bool = False
     tall = 58 if named else 44
     frame = _Frame((start, end), (0, 1), WIDTH, _Frame.top + len(rows) * tall + 34)
     shown = [
-        Lane(
-            lane.worker,
-            _visible(lane.states, frame, fill=True),
-            _visible(lane.actions, frame, fill=False),
-            [fault for fault in lane.faults if start <= fault.start <= end],
+        replace(
+            lane,
+            states=_visible(lane.states, frame, fill=True),
+            actions=_visible(lane.actions, frame, fill=False),
+            faults=[fault for fault in lane.faults if start <= fault.start <= end],
         )
         for lane in rows
     ]

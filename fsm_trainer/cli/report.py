@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -170,26 +171,16 @@ def build_lanes(entries: Sequence[Entry], end: float) -> list[Lane]:
 
 def _lane(worker: str, entries: Sequence[Entry], zero: float, end: float) -> Lane:
     moves = [entry for entry in entries if entry.kind is not Kind.ACTION]
-    bounds = [entry.time - zero for entry in moves] + [end]
+    bounds = [*(entry.time - zero for entry in moves), end]
     states = [
         Span(start, stop, entry.dest, _state_title(entry, start, stop))
-        for entry, start, stop in zip(moves, bounds, bounds[1:], strict=False)
+        for entry, (start, stop) in zip(moves, pairwise(bounds), strict=True)
     ]
     if moves:
-        source = moves[0].source
-        states.insert(
-            0, Span(0.0, bounds[0], source, f"{worker}: {source} until {bounds[0]:.2f} s")
-        )
-    actions = [
-        Span(e.time - e.seconds - zero, e.time - zero, e.trigger, _event_title(e, zero))
-        for e in entries
-        if e.kind is Kind.ACTION
-    ]
-    faults = [
-        Span(e.time - zero, e.time - zero, e.trigger, _event_title(e, zero))
-        for e in entries
-        if e.kind is Kind.FAULT or not e.ok
-    ]
+        begun, source = bounds[0], moves[0].source
+        states.insert(0, Span(0.0, begun, source, f"{worker}: {source} until {begun:.2f} s"))
+    actions = [_event(e, zero, e.seconds) for e in entries if e.kind is Kind.ACTION]
+    faults = [_event(e, zero, 0.0) for e in entries if e.kind is Kind.FAULT or not e.ok]
     return Lane(worker, states, actions, faults)
 
 
@@ -201,9 +192,11 @@ def _state_title(entry: Entry, start: float, stop: float) -> str:
     )
 
 
-def _event_title(entry: Entry, zero: float) -> str:
-    what = f"{entry.worker}: {entry.trigger} at {entry.time - zero:.2f} s, {entry.seconds:.3g} s"
-    return what if entry.ok else f"{what}, failed: {entry.error or 'no reason given'}"
+def _event(entry: Entry, zero: float, seconds: float) -> Span:
+    end = entry.time - zero
+    title = f"{entry.worker}: {entry.trigger} at {end:.2f} s, {entry.seconds:.3g} s"
+    failed = "" if entry.ok else f", failed: {entry.error or 'no reason given'}"
+    return Span(end - seconds, end, entry.trigger, title + failed)
 
 
 def _counts(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:

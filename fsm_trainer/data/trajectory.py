@@ -98,10 +98,8 @@ class Trajectory:
         if self.routes is not None:
             self._freeze("routes", self.routes, np.int32, "iu")
             shape = self.routes.shape
-            self._require(
-                len(shape) == 3 and shape[0] == time[0] - 1,
-                f"routes is {shape}, not [{time[0] - 1}, layers, top_k]",
-            )
+            problem = f"routes is {shape}, not [{time[0] - 1}, layers, top_k]"
+            self._require(len(shape) == 3 and shape[0] == time[0] - 1, problem)
         self._check_reward()
 
     @property
@@ -122,27 +120,20 @@ class Trajectory:
             self._require(math.isfinite(self.reward), f"reward is {self.reward}")
 
     def _check_values(self) -> None:
-        mask = self.loss_mask
-        self._require(int(self.tokens.min()) >= 0, "a token is negative")
-        self._require(int(mask.max()) <= 1, "loss_mask holds values other than 0 and 1")
-        self._require(int(mask[0]) == 0, "loss_mask is 1 at index 0: nothing precedes that token")
-        self._require(
-            self.status is Status.ABORTED or bool(mask.any()),
-            f"it is {self.status} but loss_mask is 0 everywhere",
-        )
-        self._require(bool(np.isfinite(self.logprobs).all()), "a log-probability is not finite")
-        self._require(
-            bool((self.logprobs <= LOGPROB_SLACK).all()), "a log-probability is greater than 0"
-        )
-        self._require(
-            not bool(self.logprobs[mask == 0].any()), "logprobs is not 0 where loss_mask is 0"
-        )
+        mask, logprobs = self.loss_mask, self.logprobs
+        empty = f"it is {self.status} but loss_mask is 0 everywhere"
+        self._require(self.tokens.min() >= 0, "a token is negative")
+        self._require(mask.max() <= 1, "loss_mask holds values other than 0 and 1")
+        self._require(mask[0] == 0, "loss_mask is 1 at index 0: nothing precedes that token")
+        self._require(self.status is Status.ABORTED or mask.any(), empty)
+        self._require(np.isfinite(logprobs).all(), "a log-probability is not finite")
+        self._require(logprobs.max() <= LOGPROB_SLACK, "a log-probability is greater than 0")
+        self._require(not logprobs[mask == 0].any(), "logprobs is not 0 where loss_mask is 0")
 
     def _freeze(self, name: str, value: object, dtype: type[np.generic], kinds: str) -> None:
         given = np.asarray(value)
-        self._require(
-            given.dtype.kind in kinds, f"{name} is {given.dtype}, not {np.dtype(dtype).name}"
-        )
+        problem = f"{name} is {given.dtype}, not {np.dtype(dtype).name}"
+        self._require(given.dtype.kind in kinds, problem)
         array = np.ascontiguousarray(given, dtype=dtype)
         if given.dtype != array.dtype and array.dtype.kind in "iu":
             # A silent wrap-around would train on another token than the engine wrote.
@@ -151,7 +142,7 @@ class Trajectory:
         array.flags.writeable = False
         object.__setattr__(self, name, array)
 
-    def _require(self, holds: bool, problem: str) -> None:
+    def _require(self, holds: bool | np.bool_, problem: str) -> None:
         if not holds:
             raise DataError(
                 f"trajectory of sample {self.sample.id!r}: {problem}. It is refused before any "

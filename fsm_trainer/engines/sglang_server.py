@@ -17,6 +17,9 @@ def main(connection: Connection) -> None:
     """Take one call, ``serve(arguments)``, and serve until the end; it is answered on failure."""
     call: Call = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    # SGLang would turn it off where it isn't set, and NCCL can't map the memory of a peer that has
+    # it on, as it is by default: the first collective of a link would fail.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")
     try:
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
+from markupsafe import Markup
 from pydantic import BaseModel, ConfigDict
 
 from fsm_trainer.cli import charts
@@ -137,14 +138,15 @@ def write_report(run_dir: Path, out_path: Path) -> Path:
     """Write the report of the run in ``run_dir`` to ``out_path``; raises as :func:`load_run`."""
     run = load_run(run_dir)
     lanes, window = build_lanes(run.entries, run.end), run.last_steps()
+    points = _numbers(run.rows)
     page = charts.render(
         "report.html",
         title=f"Run {run_dir.resolve().name}",
         run=run,
         begun=datetime.fromtimestamp(min(run.times), UTC) if run.times else None,
         summary=run.summary(),
-        rewards=line_chart(_rewards(run.rows)),
-        others=_small_charts(run.rows),
+        rewards=_rewards(points),
+        others=_others(points),
         phases=charts.stacked_bars([(float(row.step), row.phase_seconds) for row in run.steps]),
         lanes=charts.lanes(lanes, 0.0, run.end),
         states=list(State),
@@ -211,24 +213,26 @@ def _transitions_first(counted: tuple[str, object]) -> tuple[bool, str]:
     return not counted[0].startswith("transition "), counted[0]
 
 
-def _rewards(rows: Sequence[MetricsRow]) -> list[Series]:
-    trained = [(float(r.step), r.train_reward) for r in rows if r.train_reward is not None]
-    held_out: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        for name, value in row.numbers().items():
-            if name.startswith("eval/") and name.endswith("reward"):
-                held_out.setdefault(name, []).append((float(row.step), value))
-    lines = [Series(name, points, marked=True) for name, points in held_out.items()]
-    return [Series("train/reward", trained), *lines]
-
-
-def _small_charts(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
-    """One small chart a number, each on its own scale: KL and losses first."""
+def _numbers(rows: Sequence[MetricsRow]) -> dict[str, list[tuple[float, float]]]:
+    """Each number over the step, by its name."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         for name, value in row.numbers().items():
-            if name not in ("step", "seconds", "tokens") and not name.endswith("reward"):
-                points.setdefault(name, []).append((float(row.step), value))
-    names = sorted(points, key=lambda name: (not name.endswith("kl"), "loss" not in name, name))
+            points.setdefault(name, []).append((float(row.step), value))
+    return points
+
+
+def _rewards(points: Mapping[str, list[tuple[float, float]]]) -> Markup:
+    held_out = [name for name in points if name.startswith("eval/") and name.endswith("reward")]
+    lines = [Series(name, points[name], marked=True) for name in held_out]
+    return line_chart([Series("train/reward", points.get("train/reward", [])), *lines])
+
+
+def _others(points: Mapping[str, list[tuple[float, float]]]) -> list[tuple[str, Markup]]:
+    """One small chart a number, each on its own scale: KL and losses first."""
+    own = {name for name in points if name.endswith("reward")} | {"step", "seconds", "tokens"}
+    names = sorted(
+        points.keys() - own, key=lambda name: (not name.endswith("kl"), "loss" not in name, name)
+    )
     size = {"width": WIDTH * 0.36, "height": 150}
     return [(name, line_chart([Series(name, points[name])], **size)) for name in names]

@@ -51,17 +51,15 @@ def state_diagram_svg(states: Mapping[str, Sequence[str]], edges: Iterable[Edge]
     )
 
 
-def state_diagram_mermaid(title: str, edges: Iterable[Edge]) -> str:
-    """Write a machine as a Mermaid state diagram that begins where its first edge does."""
-    merged = _merged(edges)
-    lines = ["---", f"title: {title}", "---", "stateDiagram-v2", "    direction LR"]
-    lines += [f"    [*] --> {source}" for source, _ in list(merged)[:1]]
-    for (source, dest), labels in merged.items():
-        text = (
-            ", ".join(labels).replace("#", "#35;").replace(";", "#59;").replace("#35#59;", "#35;")
-        )
-        lines.append(f"    {source} --> {dest}: {text}")
-    return "\n".join(lines) + "\n"
+def state_diagram_mermaid(
+    title: str, states: Mapping[str, Sequence[str]], edges: Iterable[Edge]
+) -> str:
+    """Write a machine as a Mermaid state diagram that begins where its first edge does.
+
+    Each state of ``states`` says what it holds.
+    """
+    lines = [(source, dest, ", ".join(labels)) for (source, dest), labels in _merged(edges).items()]
+    return render("diagram.mmd", title=title, edges=lines, holds=states)
 
 
 def _merged(edges: Iterable[Edge]) -> dict[tuple[str, str], list[str]]:

@@ -235,8 +235,4 @@ def _broken(label: str) -> str:
 
 def mermaid(spec: Spec, name: str) -> str:
     """The Mermaid diagram of a role, or of the link; each state says what it holds."""
-    holds, edges = drawn(spec, name)
-    lines = [
-        f"    {state}: {state}\n    {state}: {', '.join(h)}" for state, h in holds.items() if h
-    ]
-    return state_diagram_mermaid(name, edges) + "".join(f"{line}\n" for line in lines)
+    return state_diagram_mermaid(name, *drawn(spec, name))

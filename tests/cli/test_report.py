@@ -235,7 +235,7 @@ def test_an_edge_of_an_unknown_state_is_refused() -> None:
 
 
 def test_the_mermaid_text_lists_the_edges_in_order() -> None:
-    text = state_diagram_mermaid("actor", [*EDGES, ("awake", "awake", "a;b#c")])
+    text = state_diagram_mermaid("actor", {}, [*EDGES, ("awake", "awake", "a;b#c")])
     assert text.splitlines() == [
         "---",
         "title: actor",

@@ -59,7 +59,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_every_module_and_every_table(wheel: Path) -> None:
     within = set(zipfile.ZipFile(wheel).namelist())
-    patterns = ("*.py", "*.json", "*.html", "*.svg", "py.typed")
+    patterns = ("*.py", "*.json", "*.html", "*.svg", "*.mmd", "py.typed")
     expected = {
         path.relative_to(ROOT).as_posix()
         for pattern in patterns

@@ -218,14 +218,16 @@ def _stood(
         raise ConfigError(f"--at {at}: {path} has {len(entries)} records. Choose one of them")
     records = [entry.model_dump() for entry in entries]
     system = System(spec, {e.worker: Role(e.role) for e in entries})
-    violation = check_journal(records[:at], system, prefix=True)
-    if violation is not None:
-        remedy = "Ask fsm-train trace, and give the run's --schedule and --states"
-        raise ConfigError(f"{path}: doesn't conform to schedule {spec.name}: {violation}. {remedy}")
+    wrong = check_journal(records[:at], system, prefix=True)
+    if wrong is not None:
+        because = f"line {wrong.line} doesn't conform to schedule {spec.name}: {wrong.because}"
+        raise ConfigError(f"{path}: {because}. Give the run's --schedule and --states, or trace it")
     world = replay(records[:at], system)
     if world is None:
-        because = "the records of one joint step go on after it"
-        raise ConfigError(f"--at {at or len(entries)}: {because}. Choose the last of them")
+        remedy = "Choose the seq before or after them"
+        raise ConfigError(
+            f"--at {at or len(entries)}: inside the records of a joint step. {remedy}"
+        )
     return system, world
 
 

@@ -230,7 +230,9 @@ def test_explain_stands_where_a_journal_says(run_dir: Path) -> None:
     assert told("explain", "actor", "start", "--journal", str(run_dir))["state"] == "disconnected"
     within = call("explain", "actor", "push", *at, str(connected - 1))
     assert within.exit_code == 2
-    assert "the records of one joint step go on after it" in within.stderr
+    assert "inside the records of a joint step. Choose the seq before or after" in within.stderr
+    other = call("explain", "actor", "push", *at, str(connected), "--schedule", "disaggregated")
+    assert other.exit_code == 2
 
 
 def test_explain_knows_that_a_death_ends_the_lease_of_the_others(tmp_path: Path) -> None:

@@ -81,23 +81,23 @@ class LineFile:
         self.close()
 
 
-def read_lines(path: Path, model: type[M], error: type[LineError] = LineError) -> list[M]:
+def read_lines(path: Path, model: type[M]) -> list[M]:
     """Read a file of JSON lines; a last one that doesn't end was cut off, and counts for nothing.
 
-    Raises ``error`` for a line that isn't one of ``model``.
+    Raises :class:`LineError` for a line that isn't one of ``model``.
     """
     try:
         content = path.read_bytes()
-    except OSError as cause:
-        raise error(path, None, f"can't be read ({cause.strerror})") from cause
+    except OSError as error:
+        raise LineError(path, None, f"can't be read ({error.strerror})") from error
     found = []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             found.append(model.model_validate_json(line))
-        except ValidationError as cause:
-            first = cause.errors(include_url=False)[0]
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
             field = ".".join(str(part) for part in first["loc"]) or "the line"
-            raise error(path, number, f"{field}: {first['msg']}") from cause
+            raise LineError(path, number, f"{field}: {first['msg']}") from error
     return found
 
 

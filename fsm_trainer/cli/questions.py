@@ -12,7 +12,7 @@ import typer
 
 from fsm_trainer.cli import shell
 from fsm_trainer.cli.tables import DEFAULT_SCHEDULE
-from fsm_trainer.document import Document
+from fsm_trainer.document import Document, LineError
 from fsm_trainer.machine.errors import ConfigError, Refused
 from fsm_trainer.machine.events import Act, Begin, Done
 from fsm_trainer.machine.legal import action_refusals, enabled, joint_ends, refusals
@@ -22,7 +22,7 @@ from fsm_trainer.machine.spec import Phase, Spec, load
 from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import Link, System, Worker, World
-from fsm_trainer.runtime.journal import Entry, JournalError, read_journal
+from fsm_trainer.runtime.journal import Entry, read_journal
 from fsm_trainer.verify.conformance import check_journal, replay
 
 JOURNAL = "journal.jsonl"
@@ -270,7 +270,7 @@ def trace(
     out = shell.console()
     try:
         path, entries = _journal(run)
-    except JournalError as error:
+    except LineError as error:
         if as_json:
             told = {"conforms": False, "line": error.line, "because": error.reason}
             shell.print_json({**told, "worker": None, "story": []})

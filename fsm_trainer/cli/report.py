@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from markupsafe import Markup
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from fsm_trainer.cli import charts
 from fsm_trainer.cli.charts import WIDTH, Lane, Series, Span, line_chart
@@ -22,10 +22,8 @@ from fsm_trainer.runtime.metrics import MetricsRow, Stage, read_metrics
 _ROLES = {role.value: place for place, role in enumerate(Role)}
 
 
-class Summary(BaseModel):
+class Summary(BaseModel, frozen=True):
     """The main numbers of a run, ready for JSON by ``model_dump_json``."""
-
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     run: str
     """The run's folder."""

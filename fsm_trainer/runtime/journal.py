@@ -21,10 +21,6 @@ FORMAT: Literal[1] = 1
 _UNSAID = {"epoch": None, "version": None, "seconds": 0.0, "ok": True, "error": None}
 
 
-class JournalError(LineError):
-    """Raised when a journal holds what isn't a record; ``line`` is None if it can't be read."""
-
-
 class Kind(StrEnum):
     """What a record tells of: an edge of the machine, work inside a state, or a fault."""
 
@@ -80,7 +76,7 @@ class Journal(LineFile):
     """Appends records to a journal; any thread may call it.
 
     An existing journal is continued: its last, unfinished line is cut and ``seq`` goes on.
-    Raises :class:`JournalError` if what exists isn't a journal.
+    Raises :class:`LineError` if what exists isn't a journal.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -106,14 +102,14 @@ class Journal(LineFile):
 def read_journal(path: Path) -> list[Entry]:
     """Read all records of a journal.
 
-    Raises :class:`JournalError`, with file and line, for a line that isn't a record and for a
+    Raises :class:`LineError`, with file and line, for a line that isn't a record and for a
     ``seq`` that doesn't follow the one before.
     """
-    entries = read_lines(path, Entry, JournalError)
+    entries = read_lines(path, Entry)
     for number, entry in enumerate(entries, start=1):
         if entry.seq != number:
             because = f"seq is {entry.seq}, must be {number}: a record is missing or moved"
-            raise JournalError(path, number, because)
+            raise LineError(path, number, because)
     return entries
 
 

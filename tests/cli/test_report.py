@@ -14,8 +14,9 @@ import pytest
 from fsm_trainer.cli.charts import Lane, Series, Span, lanes, line_chart, stacked_bars
 from fsm_trainer.cli.report import build_lanes, load_run, write_report
 from fsm_trainer.cli.svg import state_diagram_mermaid, state_diagram_svg
+from fsm_trainer.document import LineError
 from fsm_trainer.machine.errors import DataError
-from fsm_trainer.runtime.journal import Journal, JournalError, Kind, read_journal
+from fsm_trainer.runtime.journal import Journal, Kind, read_journal
 from fsm_trainer.runtime.metrics import MetricsWriter, Stage
 
 HOLDS: dict[str, list[str]] = {
@@ -159,7 +160,7 @@ def test_a_wrong_folder_and_a_damaged_journal_are_typed_errors(run: Path, tmp_pa
     with pytest.raises(DataError, match="no folder of a run"):
         write_report(tmp_path / "nowhere", tmp_path / "report.html")
     (run / "journal.jsonl").write_text("{}\n")
-    with pytest.raises(JournalError, match=r"journal\.jsonl:1: "):
+    with pytest.raises(LineError, match=r"journal\.jsonl:1: "):
         write_report(run, run / "report.html")
 
 

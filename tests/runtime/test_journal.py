@@ -11,8 +11,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from fsm_trainer.document import LineError
 from fsm_trainer.runtime import journal as module
-from fsm_trainer.runtime.journal import Entry, Journal, JournalError, Kind, read_journal
+from fsm_trainer.runtime.journal import Entry, Journal, Kind, read_journal
 
 SCHEMA = Path(module.__file__).parent / "schemas" / "journal.schema.json"
 
@@ -150,7 +151,7 @@ def test_a_damaged_line_is_named_with_its_reason(
     assert old in lines[1]
     lines[1] = lines[1].replace(old, new)
     path.write_text("".join(lines))
-    with pytest.raises(JournalError) as caught:
+    with pytest.raises(LineError) as caught:
         read_journal(path)
     assert str(caught.value).startswith(f"{path}:2: ")
     assert reason in str(caught.value)
@@ -166,13 +167,13 @@ def test_a_removed_a_doubled_and_a_swapped_line_are_seen(path: Path) -> None:
         ([one, three, two, four], 2),
     ):
         path.write_text("".join(lines))
-        with pytest.raises(JournalError) as caught:
+        with pytest.raises(LineError) as caught:
             read_journal(path)
         assert caught.value.line == wrong
 
 
 def test_a_missing_journal_is_a_typed_error(path: Path) -> None:
-    with pytest.raises(JournalError, match=r"can't be read \(No such file"):
+    with pytest.raises(LineError, match=r"can't be read \(No such file"):
         read_journal(path)
 
 

@@ -153,12 +153,17 @@ class Checks:
         """Too few devices are found before any process starts."""
         config = self.config
         gpus, colocated = config.cluster.gpus, spec.schedule.facts.get("colocated", False)
-        trainers, engines = config.actor.ranks, config.rollout.workers
+        wide = config.rollout.engine_ranks
+        if wide > 1 and (colocated or config.cluster.share_devices):
+            problem = "an engine that spans devices has them for itself"
+            remedy = "Write 1, or use a disaggregated schedule without share_devices."
+            raise self.fail("rollout.engine.tensor_parallel", problem, remedy)
+        trainers, engines = config.actor.ranks, config.rollout.workers * wide
         needed = max(trainers, engines) if colocated else trainers + engines
         remedy = "More devices, fewer workers, or cluster.gpus: 0 for the CPU."
         if 0 < gpus < needed and not config.cluster.share_devices:
             how = "the larger of both, colocated" if colocated else "their sum, disaggregated"
-            problem = f"{trainers} actor ranks and {engines} rollout workers need {needed} ({how})"
+            problem = f"{trainers} actor ranks and {engines} engine processes need {needed} ({how})"
             raise self.fail("cluster.gpus", problem, remedy)
         here = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
         if gpus > here and config.cluster.address is None:

@@ -21,7 +21,7 @@ from fsm_trainer.data.models import ModelSpec
 from fsm_trainer.data.rewards import RewardConfig
 from fsm_trainer.data.sources import DataConfig
 from fsm_trainer.document import Document, Key
-from fsm_trainer.engines.config import EmbeddedConfig, EngineConfig
+from fsm_trainer.engines.config import EmbeddedConfig, EngineConfig, SglangConfig
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.spec import Spec
@@ -62,6 +62,11 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True):
     """``module:function`` of the hook ``async generate(context, sample)``."""
     engine: EngineConfig = EmbeddedConfig()
     """The engine: ``kind: embedded`` or ``sglang``."""
+
+    @property
+    def engine_ranks(self) -> int:
+        """Processes, and devices, of one engine."""
+        return self.engine.tensor_parallel if isinstance(self.engine, SglangConfig) else 1
 
 
 class EvaluationConfig(BaseModel, extra="forbid", frozen=True):

@@ -158,12 +158,13 @@ class _Launch:
                 link_timeout=config.link.timeout,
                 backend="nccl" if config.cluster.gpus else "gloo",
                 scratch=self.folder / "scratch" / process,
+                sink_ranks=self.layout.sink_ranks,
                 link_kind=config.link.kind,
                 link_folder=config.link.folder or self.folder / "sync",
             )
             bundle = self.layout.bundle(name, role, rank)
             told = {"place": place, **arguments}
-            recipes.append(Recipe(process, HOSTS[role], told, bundle, gpus=self.layout.share))
+            recipes.append(Recipe(process, HOSTS[role], told, bundle, gpus=self.layout.share(role)))
         return recipes
 
     def _engine(self) -> dict[str, Any]:
@@ -206,16 +207,24 @@ class _Layout:
     def __init__(self, run: Run) -> None:
         config, self._run = run.config, run
         trainers, engines = config.actor.ranks, run.engines
+        self.sink_ranks, gpus = config.rollout.engine_ranks, config.cluster.gpus
         self._colocated = bool(run.spec.schedule.facts.get("colocated"))
-        slots = max(trainers, engines) if self._colocated else trainers + engines
-        gpus = config.cluster.gpus
-        self.gpus = _floor(1 / math.ceil(slots / gpus)) if gpus else 0.0
+        own = 0 if self._colocated else engines  # slots that no trainer has
+        slots = max(trainers, engines) if self._colocated else trainers
+        devices = slots + own * self.sink_ranks
+        each = _floor(1 / math.ceil(devices / gpus)) if gpus else 0.0
         tenants = len(run.spec.roles)
-        bundle = {"CPU": float(tenants), **({"GPU": self.gpus} if self.gpus else {})}
-        self.bundles = [dict(bundle) for _ in range(slots)] + [{"CPU": 1.0}]
-        self.data_bundle = slots
-        self.share = _floor(self.gpus / tenants)
-        """The part of a device that each process in a bundle has."""
+        widths = [1] * slots + [self.sink_ranks] * own
+        self.bundles = [
+            {"CPU": float(tenants), **({"GPU": each * width} if gpus else {})} for width in widths
+        ] + [{"CPU": 1.0}]
+        self.data_bundle = len(widths)
+        self._share = _floor(each / tenants)
+
+    def share(self, role: Role) -> float:
+        """The devices, or the part of one, that a process has of its bundle."""
+        whole = role is Role.ROLLOUT and self.sink_ranks > 1 and self._share > 0
+        return float(self.sink_ranks) if whole else self._share
 
     def ranks(self, role: Role) -> int:
         """Processes of a worker of this role."""

@@ -19,6 +19,7 @@ from fsm_trainer.groups.membership import Membership
 from fsm_trainer.groups.rendezvous import Address
 from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Lifecycle, Report, Resource
+from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 
@@ -38,20 +39,28 @@ class Place:
     """Of links: ``gloo`` or ``nccl``."""
     scratch: Path
     """A folder that this process may fill and that nobody else touches."""
+    sink_ranks: int = 1
+    """Processes of each rollout worker's engine on the link."""
     link_kind: str = "group"
     link_folder: Path | None = None
     """The way of the weights, and the folder of their files; see `Membership`."""
 
     def membership(self, world: World, effect: Effect) -> Membership:
-        """This worker's place in the epoch of the link that ``effect`` opens."""
+        """This worker's first place in the epoch of the link that ``effect`` opens."""
         link = world.links[self.system.links[effect.resource]]
-        members = [n for n in self.system.names if n in link.members]
+        workers = [n for n in self.system.names if n in link.members]
         hub = self.system.spec.links[effect.resource].hub
-        members.sort(key=lambda n: self.system.names[n] != hub)  # stable: the hub is rank 0
+        workers.sort(key=lambda n: self.system.names[n] != hub)  # stable: the hub is rank 0
+        members: list[str] = []
+        for name in workers:
+            if name == self.name:
+                rank = len(members)
+            wide = self.sink_ranks if self.system.names[name] is Role.ROLLOUT else 1
+            members += [name] if wide == 1 else [f"{name}/{index}" for index in range(wide)]
         return Membership(
             effect.resource,
             effect.epoch,
-            members.index(self.name),
+            rank,
             len(members),
             tuple(members),
             self.backend,

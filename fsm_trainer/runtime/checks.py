@@ -179,22 +179,18 @@ class Checks:
 
     def link(self) -> None:
         """Whether all ends are there where the weights go."""
-        link, cluster = self.config.link, self.config.cluster
-        apart = {
-            f"a cluster (cluster.address: {cluster.address}) may have several machines, and these "
-            "share no memory": cluster.address is not None,
-            f"with cluster.gpus: {cluster.gpus} there are workers that don't see the actor's "
-            "device": cluster.gpus > 1,
-        }
-        for problem, true in apart.items():
-            if true and link.kind == "ipc":
-                raise self.fail("link.kind", problem, "Write group or disk.")
-        if link.folder is None:
-            return
-        if link.kind != "disk":
+        link, cluster, problem = self.config.link, self.config.cluster, ""
+        if cluster.address is not None:
+            problem = f"machines of a cluster (cluster.address: {cluster.address}) share no memory"
+        elif cluster.gpus > 1:
+            problem = f"of {cluster.gpus} devices (cluster.gpus) a worker sees its own alone"
+        if problem and link.kind == "ipc":
+            raise self.fail("link.kind", problem, "Write group or disk.")
+        folder = link.folder
+        if folder is not None and link.kind != "disk":
             problem, remedy = f"link.kind is {link.kind}", "Remove it, or write link.kind: disk."
             raise self.fail("link.folder", problem, remedy)
-        if not link.folder.is_dir() or not os.access(link.folder, os.W_OK):
+        if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
             problem = "there is no such folder, or nothing can be written into it"
             raise self.fail("link.folder", problem, RELATIVE)
 

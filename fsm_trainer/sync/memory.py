@@ -33,7 +33,10 @@ def shared(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, Offe
     if device.type == "cuda":
         driver = _Driver(device)
         address = driver.allocate(size)
-        yield driver.tensor(address, size, driver.free), {**offer, "handle": driver.export(address)}
+        yield (
+            driver.tensor(address, size, "cuMemFree_v2"),
+            {**offer, "handle": driver.export(address)},
+        )
         return
     name = f"fsm-trainer-{secrets.token_hex(8)}"
     file = os.memfd_create(name)
@@ -56,7 +59,8 @@ def attach(offer: Offer, device: torch.device) -> torch.Tensor:
         if device.type != "cuda":
             raise _unreachable(f"the weights are on {device} here, and on a CUDA device there")
         driver = _Driver(device)
-        return driver.tensor(driver.attach(offer["handle"]), offer["size"], driver.detach)
+        address = driver.attach(offer["handle"])
+        return driver.tensor(address, offer["size"], "cuIpcCloseMemHandle")
     try:
         # The number may mean another file here: in another container, or of a dead process.
         if os.readlink(offer["at"]) != f"/memfd:{offer['name']} (deleted)":
@@ -111,9 +115,6 @@ class _Driver:
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         return address.value
 
-    def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", ctypes.c_uint64(address))
-
     def export(self, address: int) -> str:
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
@@ -125,13 +126,10 @@ class _Driver:
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, lazily_enable_peers)
         return address.value
 
-    def detach(self, address: int) -> None:
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
-
-    def tensor(self, address: int, size: int, end: Any) -> torch.Tensor:
-        """Look at the address as bytes; ``end`` of it comes with the last tensor that does so."""
+    def tensor(self, address: int, size: int, end: str) -> torch.Tensor:
+        """Look at the address as bytes; with the last tensor that does so comes the ``end``."""
         memory = _Memory(address, size)
-        weakref.finalize(memory, end, address).atexit = False
+        weakref.finalize(memory, self._call, end, ctypes.c_uint64(address)).atexit = False
         return torch.as_tensor(memory, device=self._device)
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -59,16 +59,14 @@ class Transport(ABC):
         """Let go of all memory, mappings and files."""
         self._both = None
 
-    def _parcel(self, index: int, manifest: Manifest) -> Parcel:
-        both, lease = self._both, self._lease
-        if both is None:
-            lease.barrier()  # it raises: buffers go with their lease, and it knows why
-            raise LeaseExpired(lease.link, lease.epoch, "it ended within a push")
-        bucket, half = manifest.buckets[index], both.numel() // 2
-        return Parcel(index, bucket, both[index % 2 * half :][: bucket.bytes + TRAILER])
-
     def _parcels(self, manifest: Manifest) -> Iterator[Parcel]:
-        return (self._parcel(index, manifest) for index in range(len(manifest.buckets)))
+        for index, bucket in enumerate(manifest.buckets):
+            both, lease = self._both, self._lease
+            if both is None:
+                lease.barrier()  # it raises: buffers go with their lease, and it knows why
+                raise LeaseExpired(lease.link, lease.epoch, "it ended within a push")
+            begin = index % 2 * (both.numel() // 2)
+            yield Parcel(index, bucket, both[begin : begin + bucket.bytes + TRAILER])
 
 
 class GroupTransport(Transport):
@@ -85,9 +83,8 @@ class GroupTransport(Transport):
             pending.wait()
 
     def incoming(self, manifest: Manifest) -> Iterator[Parcel]:
-        flats = (parcel.flat for parcel in self._parcels(manifest))
-        for index, _ in enumerate(_one_ahead(self._lease, flats)):
-            yield self._parcel(index, manifest)
+        both = ((parcel, parcel.flat) for parcel in self._parcels(manifest))
+        yield from (parcel for parcel, _ in _one_ahead(self._lease, both))
 
 
 class _Reached(Transport):
@@ -109,9 +106,9 @@ class _Reached(Transport):
 
     def incoming(self, manifest: Manifest) -> Iterator[Parcel]:
         taken = None
-        words = (torch.zeros(TRAILER, dtype=torch.uint8) for _ in manifest.buckets)
-        for index, word in enumerate(_one_ahead(self._lease, words)):
-            yield self._get(self._parcel(index, manifest), word)
+        both = ((one, torch.zeros(TRAILER, dtype=torch.uint8)) for one in self._parcels(manifest))
+        for parcel, word in _one_ahead(self._lease, both):
+            yield self._get(parcel, word)
             settle(self._lease.device)
             if taken is not None:
                 taken.wait()
@@ -235,14 +232,16 @@ def _stride(manifest: Manifest) -> int:
     return -(-need // 256) * 256  # as every dtype and copy engine likes
 
 
-def _one_ahead(lease: Lease, tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Receive each from the sender, with the next one already on its way."""
+def _one_ahead(
+    lease: Lease, parcels: Iterator[tuple[Parcel, torch.Tensor]]
+) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    """Receive each parcel's tensor from the sender, with the next one already on its way."""
     arrived = None
-    for tensor in tensors:
-        coming = tensor, lease.start_broadcast(tensor)
+    for coming in parcels:
+        pending = lease.start_broadcast(coming[1])
         if arrived is not None:
             yield arrived
-        coming[1].wait()
-        arrived = coming[0]
+        pending.wait()
+        arrived = coming
     if arrived is not None:
         yield arrived

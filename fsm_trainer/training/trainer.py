@@ -249,7 +249,8 @@ class ModelTrainer:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and whole tensor of each parameter and persistent buffer, tied ones once.
 
-        A tensor is good until the next is asked for; all ranks iterate together.
+        A tensor is good for as long as it is held, and at ZeRO 3 whole memory of its own that long;
+        all ranks iterate together.
         """
         with self._using("named_weights") as engine:
             yield from engine.named_weights()

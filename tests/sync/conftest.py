@@ -44,7 +44,9 @@ class Link:
     def left(self) -> list[str]:
         """What there is of a push: files in the folder and in shared memory, mappings, buffers."""
         files = [str(path) for path in self.folder.rglob("*")]
-        files += [name for name in os.listdir("/dev/shm") if "fsm" in name or "torch" in name]
+        # What torch shares has the name of its process.
+        ours = [f"torch_{process._process.pid}_" for process in self.members]
+        files += [name for name in os.listdir("/dev/shm") if name.startswith(tuple(ours))]
         alive = [process for process in self.members if process.alive]
         return files + [one for process in alive for one in process.call(pushes.left).get()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import unittest.mock
 import weakref
 from collections.abc import Iterator, Mapping
@@ -212,6 +213,25 @@ def receive_gathered(held: Held, count: int, elements: int, bucket: int) -> list
 
     Receiver().receive(held["lease"], Manifest(specs, bucket_bytes=bucket), load)
     return got
+
+
+def send_slowly(held: Held, named: Weights, pause: float) -> float:
+    """Take ``pause`` seconds to get at each tensor."""
+
+    def slowly() -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in named.items():
+            time.sleep(pause)
+            yield pair
+
+    manifest = manifest_of(named, 1)
+    return Sender().send(held["lease"], slowly(), manifest, Version(0, 1)).seconds
+
+
+def receive_slowly(held: Held, named: Weights, pause: float) -> float:
+    """Take ``pause`` seconds to load each bucket."""
+    manifest = manifest_of(named, 1)
+    receiver = Receiver()
+    return receiver.receive(held["lease"], manifest, lambda views: time.sleep(pause)).seconds
 
 
 def send_reversed(held: Held, named: Weights) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 
 from fsm_trainer.groups.lease import Lease
 from fsm_trainer.machine.errors import CapabilityMissing
-from fsm_trainer.sync.buckets import copy_all
+from fsm_trainer.sync.buckets import copier
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, TensorSpec
 from fsm_trainer.sync.push import Receiver
@@ -65,11 +65,11 @@ class Replica:
         """Receive every bucket straight into the weights; see `sync.push.Receiver`."""
         targets = _tensors(self.model)
 
-        def load(bucket: Mapping[str, torch.Tensor]) -> None:
+        def bind(bucket: Mapping[str, torch.Tensor]) -> Callable[[], None]:
             # The manifest fits `specs`: a name that isn't there is tied to one that is.
-            copy_all((targets[name], bucket[name]) for name in bucket if name in targets)
+            return copier((targets[name], bucket[name]) for name in bucket if name in targets)
 
-        self._receiver.receive(lease, manifest, load)
+        self._receiver.receive(lease, manifest, bind)
 
     def checksums(self) -> dict[str, str]:
         """Return a checksum for each tensor of ``specs``."""

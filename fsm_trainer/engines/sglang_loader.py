@@ -26,6 +26,7 @@ from fsm_trainer.engines.link_end import LinkEnd, Vitals, portable, resident_byt
 from fsm_trainer.engines.process import Answer, Call
 from fsm_trainer.engines.replica import layout
 from fsm_trainer.machine.errors import CapabilityMissing
+from fsm_trainer.sync.buckets import copier
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Bucket, Manifest, Slot, TensorSpec
 from fsm_trainer.sync.push import Receiver
@@ -203,17 +204,15 @@ class Agent:
     def receive(self, manifest: Manifest) -> None:
         """Receive every bucket of a push straight into the engine's memory."""
         assert self._link.lease is not None  # the worker's admission has seen to it
-        self._receiver.receive(self._link.lease, manifest, self._load)
+        self._receiver.receive(self._link.lease, manifest, self._bind)
 
-    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        sources, targets = [], []
-        for name, tensor in tensors.items():
-            # A tied name has no place of its own.
-            for place in self._places.get(name, ()):
-                sources.append(place.part(tensor))
-                targets.append(place.memory)
-        with torch.inference_mode():
-            torch._foreach_copy_(targets, sources)
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        # A tied name has no place of its own.
+        return copier(
+            (place.memory, place.part(tensor))
+            for name, tensor in tensors.items()
+            for place in self._places.get(name, ())
+        )
 
     def checksums(self) -> dict[str, str]:
         """Return a checksum for each tensor, read from where the engine reads it."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -27,14 +28,21 @@ _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Parcel:
-    """One bucket of a push in memory; ``flat`` ``[bucket.bytes + TRAILER]`` of bytes."""
+    """One bucket of a push in memory; ``flat`` ``[bucket.bytes + TRAILER]`` of bytes.
+
+    It is kept over pushes, and with it what is the same each time: to look at hundreds of tensors
+    takes longer than their bytes do on a fast link.
+    """
 
     index: int
     bucket: Bucket
     flat: torch.Tensor
+    kept: bool = True
+    """Whether the next push has its bucket in the same memory."""
 
+    @cached_property
     def views(self) -> dict[str, torch.Tensor]:
         """The bucket's tensors, in the memory of ``flat``."""
         views = {}
@@ -43,42 +51,63 @@ class Parcel:
             views[slot.spec.name] = flat.view(getattr(torch, slot.spec.dtype)).view(slot.spec.shape)
         return views
 
+    @cached_property
     def trailer(self) -> torch.Tensor:
         """What ``flat`` must end with, on the CPU."""
         return torch.tensor([self.index, self.bucket.bytes], dtype=torch.int64).view(torch.uint8)
+
+    @cached_property
+    def _seal(self) -> torch.Tensor:
+        return self.trailer.to(self.flat.device)
 
     def fill(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Take this bucket's tensors, in any order, from ``pairs``, and no further one.
 
         They must live until all of them are there. Raises ManifestMismatch on other tensors.
         """
-        views, found = self.views(), list[Pair]()
-        specs = {slot.spec.name: slot.spec for slot in self.bucket.slots}
-        while specs:
+        missing, found = dict(self.views), list[Pair]()
+        while missing:
             name, tensor = next(pairs, ("the end", None))
-            spec, other = specs.pop(name, None), tensor is not None and TensorSpec.of(name, tensor)
-            if tensor is None or spec != other:
+            view = missing.pop(name, None)
+            if tensor is None or view is None or _unlike(tensor, view):
+                want = ", ".join([*missing][:4]) if view is None else TensorSpec.of(name, view)
+                other = "" if tensor is None else TensorSpec.of(name, tensor)
                 raise ManifestMismatch(
-                    f"bucket {self.index}: expected {spec or ', '.join([*specs][:4])}, found "
-                    f"{name} {other or ''}. Pass the manifest's tensors in its order"
+                    f"bucket {self.index}: expected {want}, found {name} {other}. "
+                    "Pass the manifest's tensors in its order"
                 )
-            found.append((views[name], tensor))
+            found.append((view, tensor))
         copy_all(found)
-        self.flat[self.bucket.bytes :].copy_(self.trailer())
+        self.flat[self.bucket.bytes :].copy_(self._seal)
 
 
-@torch.no_grad()
+def _unlike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype is not other.dtype or one.shape != other.shape
+
+
 def copy_all(pairs: Iterable[Pair]) -> None:
     """Copy the second of each pair into the first: on a device, in few launches."""
+    copier(pairs)()
+
+
+def copier(pairs: Iterable[Pair]) -> Callable[[], None]:
+    """Make what copies the second of each pair into the first, as often as it is called."""
     alike = defaultdict[tuple[torch.dtype, torch.dtype], list[Pair]](list)
     for into, source in pairs:
         alike[into.dtype, source.dtype].append((into.detach(), source.detach()))
-    for (one, other), group in alike.items():
-        if one == other and one in _FUSED:
-            torch._foreach_copy_([into for into, _ in group], [source for _, source in group])
-        else:
-            for into, source in group:
-                into.copy_(source)
+    lists = [([into for into, _ in g], [source for _, source in g], k) for k, g in alike.items()]
+
+    # Engines make their weights in inference mode, where alone they may be written.
+    @torch.inference_mode()
+    def copy() -> None:
+        for targets, sources, (one, other) in lists:
+            if one == other and one in _FUSED:
+                torch._foreach_copy_(targets, sources)
+            else:
+                for into, source in zip(targets, sources, strict=True):
+                    into.copy_(source)
+
+    return copy
 
 
 def settle(device: torch.device | str) -> None:
@@ -125,7 +154,7 @@ class Checksum:
                 event.synchronize()
             for part in parts:
                 self._hash.update(raw_bytes(part))
-            if not torch.equal(parts[-1], parcel.trailer()):
+            if not torch.equal(parts[-1], parcel.trailer):
                 raise SelfCheckFailed(
                     f"bucket {parcel.index} of {parcel.bucket.bytes:,} bytes ends with "
                     f"{parts[-1].tolist()}: another length, or another operation's bytes. "

@@ -38,7 +38,8 @@ from fsm_trainer.sync.transports import Transport, transport
 _HEADER = struct.Struct("<32s3q")
 
 Views = Mapping[str, torch.Tensor]
-Load = Callable[[Views], None]
+Bind = Callable[[Views], Callable[[], None]]
+"""Given a bucket's tensors, says how to load them; asked once for a bucket's place in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Sender(_End):
                 # Before it leaves: where receivers read this memory, both would see one bit flip.
                 checksum.add(parcel)
             value = checksum.value()
-        _acknowledge(lease, value, None)
+        _acknowledge(lease, value, False)
         seconds = time.monotonic() - began
         return PushReport(manifest.bytes, seconds, len(manifest.buckets), version)
 
@@ -117,13 +118,14 @@ class Sender(_End):
 class Receiver(_End):
     """The receiving side; later pushes over the same lease reuse its two buckets."""
 
-    def receive(self, lease: Lease, manifest: Manifest, load: Load) -> PushReport:
-        """Receive one push and hand it to ``load`` bucket by bucket, tied names too.
+    def receive(self, lease: Lease, manifest: Manifest, bind: Bind) -> PushReport:
+        """Receive one push and load it bucket by bucket, tied names too, as ``bind`` says.
 
-        The tensors are views of the bucket on the lease's device: ``load`` copies them, and keeps
-        no reference. Raises what ``load`` raised (after the push has ended in good order),
-        ManifestMismatch (other manifest, nothing was received), SelfCheckFailed, ActionFailed
-        (another receiver failed), PeerLost, LeaseExpired.
+        The tensors are views of the bucket on the lease's device; loading copies them. What was
+        bound is kept for later pushes under the same manifest, and goes with the lease. Raises what
+        loading raised (after the push has ended in good order), ManifestMismatch (other manifest,
+        nothing was received), SelfCheckFailed, ActionFailed (another receiver failed), PeerLost,
+        LeaseExpired.
         """
         began = time.monotonic()
         header = _tensor(bytes(_HEADER.size), lease)
@@ -135,30 +137,44 @@ class Receiver(_End):
         with self._all_or_over(lease):
             if not fit:
                 way.prepare(manifest)
-            checksum, error = _load_all(way, manifest, load)
-        _acknowledge(lease, checksum, error)
+            checksum, error = _load_all(way, manifest, bind)
+        _acknowledge(lease, checksum, error is not None)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # The error keeps this frame: a cycle would keep the buckets with it.
+                del error
         seconds = time.monotonic() - began
         return PushReport(manifest.bytes, seconds, len(manifest.buckets), Version(*version))
 
 
-def _load_all(way: Transport, manifest: Manifest, load: Load) -> tuple[bytes, Exception | None]:
+def _load_all(way: Transport, manifest: Manifest, bind: Bind) -> tuple[bytes, Exception | None]:
     checksum, error = Checksum(manifest.bytes), None
     for parcel in way.incoming(manifest):
         checksum.add(parcel)
         # After an error too: the sender can't be stopped, and is told at the end.
-        error = error or _loaded(parcel, manifest, load)
+        error = error or _loaded(way, parcel, manifest, bind)
     if error is not None:
-        # An error keeps its frames, and their callers: none of them may keep the buckets.
+        # An error keeps its frames, and their callers: none of them may keep the buckets, nor it.
         traceback.clear_frames(error.__traceback__)
         del parcel
-    return checksum.value(), error
-
-
-def _loaded(parcel: Parcel, manifest: Manifest, load: Load) -> Exception | None:
     try:
-        views = parcel.views()
-        tied = {alias: views[first] for alias, first in manifest.aliases if first in views}
-        load(views | tied)
+        return checksum.value(), error
+    finally:
+        del error
+
+
+def _loaded(way: Transport, parcel: Parcel, manifest: Manifest, bind: Bind) -> Exception | None:
+    try:
+        load = way.loads.get(parcel.index)
+        if load is None:
+            views = parcel.views
+            tied = {alias: views[first] for alias, first in manifest.aliases if first in views}
+            load = bind(views | tied)
+            if parcel.kept:
+                way.loads[parcel.index] = load
+        load()
     except Exception as error:
         return error
     return None
@@ -206,12 +222,12 @@ def _agree(lease: Lease, refusal: FsmError | None, fit: bool) -> bool:
     return all(row[1] for row in said.values())
 
 
-def _acknowledge(lease: Lease, checksum: bytes, error: Exception | None) -> None:
-    """Compare all members' checksums and outcomes; raise on all if one is not in order."""
+def _acknowledge(lease: Lease, checksum: bytes, failed_here: bool) -> None:
+    """Compare all members' checksums and outcomes; raise on all others if one is not in order."""
     settle(lease.device)
-    said = _gather(lease, bytes([error is not None]) + checksum)
-    if error is not None:
-        raise error
+    said = _gather(lease, bytes([failed_here]) + checksum)
+    if failed_here:
+        return  # the caller has the error, and raises it
     link = f"link {lease.link!r} epoch {lease.epoch}"
     failed = [name for name, row in said.items() if row[0]]
     if failed:

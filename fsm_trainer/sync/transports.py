@@ -11,7 +11,8 @@ import json
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from fsm_trainer.groups.lease import WATCH, Lease
+from fsm_trainer.groups.lease import WATCH, Lease, Pending
 from fsm_trainer.machine.errors import ActionFailed, LeaseExpired
 from fsm_trainer.sync.buckets import TRAILER, Parcel, settle
 from fsm_trainer.sync.checksums import raw_bytes
@@ -37,6 +38,9 @@ class Transport(ABC):
     def __init__(self, lease: Lease) -> None:
         self._lease, self._device = lease, torch.device(lease.device)
         self._both: torch.Tensor | None = None
+        self._made: tuple[Manifest, list[Parcel]] | None = None
+        self.loads: dict[int, Callable[[], None]] = {}
+        """How to load each bucket, by its index, for as long as the buckets stay."""
 
     def fits(self, manifest: Manifest) -> bool:
         """Whether the two buckets that are there are large enough."""
@@ -44,7 +48,7 @@ class Transport(ABC):
 
     def prepare(self, manifest: Manifest) -> None:
         """Make room for two buckets; called on all ends where one doesn't fit."""
-        self._both = None  # before the new ones: four at once may be too much
+        self._forget()  # before the new ones: four at once may be too much
         self._both = torch.empty(2 * _stride(manifest), dtype=torch.uint8, device=self._device)
 
     @abstractmethod
@@ -57,34 +61,49 @@ class Transport(ABC):
 
     def drop(self) -> None:
         """Let go of all memory, mappings and files."""
-        self._both = None
+        self._forget()
 
-    def _parcels(self, manifest: Manifest) -> Iterator[Parcel]:
-        for index, bucket in enumerate(manifest.buckets):
-            both, lease = self._both, self._lease
-            if both is None:
-                lease.barrier()  # it raises: buffers go with their lease, and it knows why
-                raise LeaseExpired(lease.link, lease.epoch, "it ended within a push")
-            begin = index % 2 * (both.numel() // 2)
-            yield Parcel(index, bucket, both[begin : begin + bucket.bytes + TRAILER])
+    def _forget(self) -> None:
+        self._both = self._made = None
+        self.loads.clear()
+
+    def _parcels(self, manifest: Manifest) -> list[Parcel]:
+        both, lease, made = self._both, self._lease, self._made
+        if both is None:
+            lease.barrier()  # it raises: buffers go with their lease, and it knows why
+            raise LeaseExpired(lease.link, lease.epoch, "it ended within a push")
+        if made is None or made[0].digest != manifest.digest:
+            self.loads.clear()
+            half = both.numel() // 2
+            parcels = [
+                Parcel(index, bucket, both[index % 2 * half :][: bucket.bytes + TRAILER])
+                for index, bucket in enumerate(manifest.buckets)
+            ]
+            made = self._made = manifest, parcels
+        return made[1]
 
 
 class GroupTransport(Transport):
     """``group``: broadcasts over the lease's own group, NCCL's or gloo's."""
 
     def outgoing(self, manifest: Manifest) -> Iterator[Parcel]:
-        pending = None
+        flying: deque[Pending] = deque()
         for parcel in self._parcels(manifest):
+            if len(flying) == 2:  # the earlier one is in the memory of this one
+                flying.popleft().wait()
             yield parcel
-            if pending is not None:
-                pending.wait()
-            pending = self._lease.start_broadcast(parcel.flat)
-        if pending is not None:
-            pending.wait()
+            flying.append(self._lease.start_broadcast(parcel.flat))
+        while flying:
+            flying.popleft().wait()
 
     def incoming(self, manifest: Manifest) -> Iterator[Parcel]:
-        both = ((parcel, parcel.flat) for parcel in self._parcels(manifest))
-        yield from (parcel for parcel, _ in _one_ahead(self._lease, both))
+        parcels = self._parcels(manifest)
+        flying = deque(self._lease.start_broadcast(parcel.flat) for parcel in parcels[:2])
+        for parcel in parcels:
+            flying.popleft().wait()
+            yield parcel
+            for later in parcels[parcel.index + 2 : parcel.index + 3]:
+                flying.append(self._lease.start_broadcast(later.flat))
 
 
 class _Reached(Transport):
@@ -99,7 +118,7 @@ class _Reached(Transport):
                 self._lease.barrier()
             yield parcel
             self._put(parcel)
-            self._lease.broadcast(parcel.trailer())
+            self._lease.broadcast(parcel.trailer)
         for _ in manifest.buckets[:2]:
             self._lease.barrier()
         self._clear()
@@ -190,14 +209,15 @@ class DiskTransport(_Reached):
     def _put(self, parcel: Parcel) -> None:
         path = self._path(parcel.index)
         with self._files(path):
-            save_file(parcel.views(), path)
+            save_file(parcel.views, path)
 
     def _get(self, parcel: Parcel, word: torch.Tensor) -> Parcel:
         path = self._path(parcel.index)
         with self._files(path), safe_open(path, framework="pt") as file:
             parcel.fill((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
         parcel.flat[-TRAILER:].copy_(word)
-        return Parcel(parcel.index, parcel.bucket, parcel.flat.to(self._lease.device))
+        there = parcel.flat.to(self._lease.device)
+        return Parcel(parcel.index, parcel.bucket, there, kept=False)
 
     def _clear(self) -> None:
         for index in range(2):
@@ -233,7 +253,7 @@ def _stride(manifest: Manifest) -> int:
 
 
 def _one_ahead(
-    lease: Lease, parcels: Iterator[tuple[Parcel, torch.Tensor]]
+    lease: Lease, parcels: Iterable[tuple[Parcel, torch.Tensor]]
 ) -> Iterator[tuple[Parcel, torch.Tensor]]:
     """Receive each parcel's tensor from the sender, with the next one already on its way."""
     arrived = None

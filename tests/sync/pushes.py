@@ -6,7 +6,7 @@ import os
 import time
 import unittest.mock
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.buckets import Parcel
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, TensorSpec
-from fsm_trainer.sync.push import Receiver, Sender
+from fsm_trainer.sync.push import Bind, Receiver, Sender
 from fsm_trainer.sync.transports import DiskTransport, IpcTransport
 
 # Small enough for several buckets, and for tensors that don't fit into one.
@@ -64,16 +64,27 @@ def send(
 
 
 def receive(held: Held, named: Weights, bucket: int = BUCKET) -> Any:
-    """Receive into zeros of the shapes of ``named``."""
-    into = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+    """Receive into zeros of the shapes of ``named``, the same ones as long as these fit."""
+    into = held.setdefault("into", {})
+    if {n: (t.shape, t.dtype) for n, t in into.items()} != {
+        n: (t.shape, t.dtype) for n, t in named.items()
+    }:
+        into = held["into"] = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+    for tensor in into.values():
+        tensor.zero_()
 
     def load(bucket: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in bucket.items():
             into[name].copy_(tensor)
 
     manifest = manifest_of(named, bucket)
-    report = held.setdefault("receiver", Receiver()).receive(held["lease"], manifest, load)
+    report = held.setdefault("receiver", Receiver()).receive(held["lease"], manifest, each(load))
     return report.bytes, report.buckets, report.version, checksums(into.items())
+
+
+def each(load: Callable[[Mapping[str, torch.Tensor]], object]) -> Bind:
+    """Call ``load`` with the tensors of each bucket."""
+    return lambda views: lambda: load(views) and None
 
 
 def receive_in_vain(held: Held, named: Weights, at: str) -> Any:
@@ -83,14 +94,14 @@ def receive_in_vain(held: Held, named: Weights, at: str) -> Any:
         if at in bucket:
             raise ValueError(f"no room for {at}")
 
-    held.setdefault("receiver", Receiver()).receive(held["lease"], manifest_of(named), load)
+    held.setdefault("receiver", Receiver()).receive(held["lease"], manifest_of(named), each(load))
 
 
 def receive_nothing_expected(held: Held, named: Weights) -> Any:
     """Receive under a manifest; says how many tensors were loaded before the error."""
     loaded: list[str] = []
     try:
-        Receiver().receive(held["lease"], manifest_of(named), loaded.extend)
+        Receiver().receive(held["lease"], manifest_of(named), each(loaded.extend))
     except Exception as error:
         return type(error).__name__, str(error), loaded
     return "no error", "", loaded
@@ -101,7 +112,7 @@ def receive_and_die(held: Held, named: Weights, at: str, bucket: int) -> None:
         if at in bucket:
             os.kill(os.getpid(), 9)
 
-    Receiver().receive(held["lease"], manifest_of(named, bucket), load)
+    Receiver().receive(held["lease"], manifest_of(named, bucket), each(load))
 
 
 def receive_another_bit(held: Held, named: Weights) -> Any:
@@ -109,10 +120,10 @@ def receive_another_bit(held: Held, named: Weights) -> Any:
     receiver, lease = Receiver(), held["lease"]
     if lease.membership.kind == "group":
         spoil_network(lease)
-        receiver.receive(lease, manifest_of(named), lambda bucket: None)
+        receiver.receive(lease, manifest_of(named), each(lambda bucket: None))
     kind = {"ipc": IpcTransport, "disk": DiskTransport}[lease.membership.kind]
     with unittest.mock.patch.object(kind, "_get", spoilt_get(kind._get)):
-        receiver.receive(lease, manifest_of(named), lambda bucket: None)
+        receiver.receive(lease, manifest_of(named), each(lambda bucket: None))
 
 
 def spoilt_get(get: Any) -> Any:
@@ -211,7 +222,7 @@ def receive_gathered(held: Held, count: int, elements: int, bucket: int) -> list
     def load(views: Mapping[str, torch.Tensor]) -> None:
         got.extend(float(tensor.mean()) for tensor in views.values())
 
-    Receiver().receive(held["lease"], Manifest(specs, bucket_bytes=bucket), load)
+    Receiver().receive(held["lease"], Manifest(specs, bucket_bytes=bucket), each(load))
     return got
 
 
@@ -231,7 +242,7 @@ def receive_slowly(held: Held, named: Weights, pause: float) -> float:
     """Take ``pause`` seconds to load each bucket."""
     manifest = manifest_of(named, 1)
     receiver = Receiver()
-    return receiver.receive(held["lease"], manifest, lambda views: time.sleep(pause)).seconds
+    return receiver.receive(held["lease"], manifest, each(lambda views: time.sleep(pause))).seconds
 
 
 def send_reversed(held: Held, named: Weights) -> None:

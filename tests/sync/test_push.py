@@ -276,7 +276,7 @@ def test_any_mix_of_dtypes_and_shapes_leaves_its_buckets_as_it_entered_them(
         flat = torch.empty(bucket.bytes + TRAILER, dtype=torch.uint8)
         parcel = Parcel(index, bucket, flat)
         parcel.fill(pairs)
-        left.update(parcel.views())
+        left.update(parcel.views)
 
     assert {name: tensor.shape for name, tensor in left.items()} == {
         name: tensor.shape for name, tensor in named.items()
@@ -288,7 +288,7 @@ def test_any_mix_of_dtypes_and_shapes_leaves_its_buckets_as_it_entered_them(
 def test_small_pushes_are_hashed_whole_and_large_ones_sampled(total: int, hashed: float) -> None:
     flat = torch.zeros(2**20 + 2**16, dtype=torch.uint8)
     parcel = Parcel(0, Bucket((), flat.numel() - TRAILER), flat)
-    flat[-TRAILER:] = parcel.trailer()
+    flat[-TRAILER:] = parcel.trailer
 
     def value() -> bytes:
         checksum = Checksum(total)

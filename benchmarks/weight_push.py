@@ -322,10 +322,9 @@ def main() -> None:
     chosen = options.parse_args()
     devices = 0
     if not chosen.cpu:
-        import pynvml
+        import torch
 
-        pynvml.nvmlInit()
-        devices = pynvml.nvmlDeviceGetCount()
+        devices = torch.cuda.device_count()
     here, there = ("cpu", "cpu") if chosen.cpu else ("cuda:0", f"cuda:{devices - 1}")
     dtype: Any = "float32" if chosen.cpu else "bfloat16"
     with tempfile.TemporaryDirectory() as scratch, Rendezvous.bind() as rendezvous:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import unittest.mock
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,13 +129,19 @@ def receive_another_bit(held: Held, named: Weights) -> Any:
 
 
 def spoilt_get(get: Any) -> Any:
-    def spoilt(transport: Any, parcel: Parcel, word: torch.Tensor) -> Parcel:
-        if parcel.index == 0 and isinstance(transport, IpcTransport):
+    def spoilt(transport: Any, parcel: Parcel, word: torch.Tensor) -> Any:
+        if parcel.index > 0:
+            return get(transport, parcel, word)
+        if isinstance(transport, IpcTransport):
             parcel.flat[100] ^= 1
-        elif parcel.index == 0:
-            path = transport._path(0)
-            path.write_bytes(path.read_bytes()[:-1] + b"\x7e")
-        return get(transport, parcel, word)  # type: ignore[no-any-return]
+            return get(transport, parcel, word)
+        # A file of its own: the other receiver reads the sender's at this moment.
+        written = transport._path(0)
+        with tempfile.TemporaryDirectory() as folder:
+            here = Path(folder)
+            (here / written.name).write_bytes(written.read_bytes()[:-1] + b"\x7e")
+            with unittest.mock.patch.object(transport, "_folder", here):
+                return get(transport, parcel, word)
 
     return spoilt
 

@@ -46,6 +46,7 @@ from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 from fsm_trainer.runtime.journal import Journal, Kind
 from fsm_trainer.runtime.port import Outcome, WorkerPort
+from fsm_trainer.sync.manifest import Transfer
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -142,7 +143,10 @@ class Reconciler:
             self._apply(Acted(action, group, ok and len(alive) == len(group)))
             for name in alive:
                 error = None if ok else failed.get(name) or next(iter(failed.values()), None)
-                self._record(name, Kind.ACTION, action, self._worker(name).state, began, error)
+                result = results[name]
+                sent = result.value if isinstance(result, Outcome) else None
+                state = self._worker(name).state
+                self._record(name, Kind.ACTION, action, state, began, error, sent)
         if joint and failed and not any(isinstance(e, LOST) for e in failed.values()):
             # What its ends may still wait on was revoked: the next attempt has a new epoch.
             await self._transition(Trigger.DISCONNECT, names)
@@ -370,8 +374,11 @@ class Reconciler:
         source: State,
         began: float,
         error: BaseException | str | None,
+        sent: object = None,
     ) -> None:
-        worker = self._worker(name)
+        worker, moved = self._worker(name), {}
+        if isinstance(sent, Transfer):
+            moved = {"bytes": sent.bytes, "gigabytes_per_second": sent.gigabytes_per_second}
         if isinstance(error, BaseException):
             error = f"{type(error).__name__}: {error}"
         for rank in range(self.ports[name].ranks):
@@ -388,6 +395,7 @@ class Reconciler:
                 seconds=round(time.monotonic() - began, 6),
                 ok=error is None,
                 error=error,
+                **(moved if rank == 0 else {}),
             )
 
 

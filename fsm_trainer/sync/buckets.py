@@ -94,7 +94,7 @@ def copier(pairs: Iterable[Pair]) -> Callable[[], None]:
     """Make what copies the second of each pair into the first, as often as it is called."""
     alike = defaultdict[tuple[torch.dtype, torch.dtype], list[Pair]](list)
     for into, source in pairs:
-        alike[into.dtype, source.dtype].append((into.detach(), source.detach()))
+        alike[into.dtype, source.dtype].append((into, source))
     lists = [([into for into, _ in g], [source for _, source in g], k) for k, g in alike.items()]
 
     # Engines make their weights in inference mode, where alone they may be written.

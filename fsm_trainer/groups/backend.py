@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore
 
 from fsm_trainer.machine.errors import CapabilityMissing
 
@@ -32,8 +33,8 @@ class Group:
     Operations are started only: each returns the work in flight, and :meth:`poll` waits for it.
     """
 
-    def __init__(self, backend: Any, device: torch.device) -> None:
-        self.backend, self.device = backend, device
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Start overwriting ``tensor`` everywhere with that of rank ``source``."""
@@ -49,7 +50,11 @@ class Group:
 
     def barrier(self) -> Work:
         """Start waiting for all members."""
-        return self.all_reduce(torch.ones(1, device=self.device))
+        return self.all_reduce(torch.ones(1))
+
+    def first(self) -> Work:
+        """Start the first operation, with which backends pay for what they do lazily."""
+        return self.barrier()
 
     @staticmethod
     def poll(work: Work, seconds: float) -> bool:
@@ -72,7 +77,26 @@ class Group:
 
 
 class NcclGroup(Group):
-    """Between CUDA devices."""
+    """Between CUDA devices; what lies on the CPU goes over gloo.
+
+    So a word takes no kernel: where two processes share a device, each would wait for a time slice.
+    """
+
+    def __init__(self, backend: Any, words: Group, device: torch.device) -> None:
+        super().__init__(backend)
+        self._words, self._device = words, device
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        if tensor.is_cuda:
+            return super().broadcast(tensor, source)
+        return self._words.broadcast(tensor, source)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        return super().all_reduce(tensor) if tensor.is_cuda else self._words.all_reduce(tensor)
+
+    def first(self) -> Work:
+        # What buckets take; a megabyte, because NCCL has another way for less.
+        return self.broadcast(torch.zeros(2**20, dtype=torch.uint8, device=self._device), 0)
 
     @staticmethod
     def poll(work: Work, seconds: float) -> bool:
@@ -99,13 +123,14 @@ def build(member: Membership, store: Store, device: str, interface: str) -> Grou
     """
     target = torch.device(device)
     if member.backend == "gloo":
-        return Group(_gloo(member, store, interface), target)
+        return Group(_gloo(member, store, interface))
     if not distributed.is_nccl_available() or target.type != "cuda":
         raise CapabilityMissing(
             f"backend 'nccl' on device {device!r}: it needs a CUDA device and a torch that was "
             "built with NCCL; set the link's backend to 'gloo'"
         )
-    return NcclGroup(_nccl(member, store, target), target)
+    words = Group(_gloo(member, PrefixStore("words", store), interface))
+    return NcclGroup(_nccl(member, store, target), words, target)
 
 
 @cache

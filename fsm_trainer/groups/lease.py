@@ -53,8 +53,6 @@ class Lease:
     def __init__(self, membership: Membership, device: str) -> None:
         """Use :meth:`open`."""
         self.membership, self.device = membership, device
-        # Where weights don't travel in the group, it carries words only, between CPUs.
-        self.group_device = device if membership.kind == "group" else "cpu"
         self.link, self.epoch = membership.link, membership.epoch
         self.rank, self.size = membership.rank, membership.size
         self._group: Group | None = None
@@ -76,7 +74,7 @@ class Lease:
     def open(cls, membership: Membership, device: str = "cpu") -> Lease:
         """Build and warm the group within the membership's timeout; ``device`` has the weights.
 
-        Operations take tensors on ``group_device``: beside the kind ``group`` that is the CPU.
+        Operations take tensors on the CPU, and with NCCL on ``device`` too.
         Raises PeerLost naming who did not arrive, LeaseExpired when this process has opened the
         same or a newer epoch of the link, CapabilityMissing when torch lacks the backend.
         """
@@ -277,10 +275,10 @@ class Lease:
             self._step = f"waiting for {', '.join(me.members)}"
             roll.arrive(deadline)
             self._step = f"building the {me.backend} group of {', '.join(me.members)}"
-            group = build(me, roll.store, self.group_device, local_interface(me.store))
+            group = build(me, roll.store, self.device, local_interface(me.store))
             self._step = f"the first collective of {', '.join(me.members)}"
             # Backends connect lazily: without this the first push would pay, and fail.
-            if not group.poll(group.barrier(), max(deadline - time.monotonic(), 0.001)):
+            if not group.poll(group.first(), max(deadline - time.monotonic(), 0.001)):
                 raise RuntimeError("no answer in time")
         except FsmError as error:
             self._open_error = error

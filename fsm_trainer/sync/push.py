@@ -100,13 +100,13 @@ class Sender(_End):
         header = _HEADER.pack(bytes.fromhex(manifest.digest), lease.epoch, *version)
         way = self._over(lease)
         manifest = way.known(manifest)
-        lease.broadcast(_tensor(header, lease))
+        lease.broadcast(_tensor(header))
         fit = _agree(lease, None, way.fits(manifest))
         began = time.monotonic()
         with self._all_or_over(lease):
             if not fit:
                 way.prepare(manifest)
-            checksum = Checksum(manifest.bytes)
+            checksum = Checksum()
             aliases = {alias for alias, _ in manifest.aliases}
             fresh = (pair for pair in named_tensors if pair[0] not in aliases)
             for parcel in way.outgoing(manifest):
@@ -131,7 +131,7 @@ class Receiver(_End):
         nothing was received), SelfCheckFailed, ActionFailed (another receiver failed), PeerLost,
         LeaseExpired.
         """
-        header = _tensor(bytes(_HEADER.size), lease)
+        header = _tensor(bytes(_HEADER.size))
         way = self._over(lease)
         manifest = way.known(manifest)
         lease.broadcast(header)
@@ -155,7 +155,7 @@ class Receiver(_End):
 
 
 def _load_all(way: Transport, manifest: Manifest, bind: Bind) -> tuple[bytes, Exception | None]:
-    checksum, error = Checksum(manifest.bytes), None
+    checksum, error = Checksum(), None
     for parcel in way.incoming(manifest):
         checksum.add(parcel)
         # After an error too: the sender can't be stopped, and is told at the end.
@@ -188,13 +188,13 @@ def _loaded(way: Transport, parcel: Parcel, manifest: Manifest, bind: Bind) -> E
 # -- agreement -------------------------------------------------------------------------------------
 
 
-def _tensor(raw: bytes, lease: Lease) -> torch.Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(lease.group_device)
+def _tensor(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
 def _gather(lease: Lease, raw: bytes) -> dict[str, bytes]:
     """Return what each member says, by name; equal lengths."""
-    said = (bytes(raw_bytes(row)) for row in lease.all_gather(_tensor(raw, lease)))
+    said = (bytes(raw_bytes(row)) for row in lease.all_gather(_tensor(raw)))
     return dict(zip(lease.membership.members, said, strict=True))
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsm_trainer.machine.version import Version
-from fsm_trainer.sync.buckets import TRAILER, Checksum, Parcel
+from fsm_trainer.sync.buckets import CHUNK, TRAILER, Checksum, Parcel
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import ITEM_SIZE, Bucket, Manifest, TensorSpec
 from tests.groups import members
@@ -284,23 +283,21 @@ def test_any_mix_of_dtypes_and_shapes_leaves_its_buckets_as_it_entered_them(
     assert checksums(left.items()).items() == checksums(named.items()).items()
 
 
-@pytest.mark.parametrize(("total", "hashed"), [(2**26 - 1, 1.0), (2**26, 1 / 256)])
-def test_small_pushes_are_hashed_whole_and_large_ones_sampled(total: int, hashed: float) -> None:
-    flat = torch.zeros(2**20 + 2**16, dtype=torch.uint8)
+def test_a_checksum_sees_every_byte_and_where_its_chunk_is() -> None:
+    flat = torch.randint(0, 256, (3 * CHUNK + 4000 + TRAILER,), dtype=torch.uint8)
     parcel = Parcel(0, Bucket((), flat.numel() - TRAILER), flat)
     flat[-TRAILER:] = parcel.trailer
 
     def value() -> bytes:
-        checksum = Checksum(total)
+        checksum = Checksum()
         checksum.add(parcel)
         return checksum.value()
 
-    before, seen = value(), 0
-    # One byte in each of 256 equal parts of the first stride, each tried alone.
-    places = range(0, 2**20, 2**12)
-    for place in places:
-        flat[place] = 1
-        seen += value() != before
-        flat[place] = 0
-
-    assert seen / len(places) == hashed
+    before = value()
+    for place in range(0, flat.numel() - TRAILER, 997):
+        flat[place] ^= 1
+        assert value() != before
+        flat[place] ^= 1
+    assert value() == before
+    flat[: 2 * CHUNK] = torch.cat([flat[CHUNK : 2 * CHUNK], flat[:CHUNK]])
+    assert value() != before

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
 from fsm_trainer.data.sources import JsonlConfig, read_set
 from fsm_trainer.document import Document, Key, nearest
-from fsm_trainer.engines.config import EmbeddedConfig
+from fsm_trainer.engines.config import EmbeddedConfig, SglangConfig
 from fsm_trainer.machine.errors import CapabilityMissing, ConfigError, DataError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.spec import Spec, load, schedules
@@ -199,8 +199,19 @@ class Checks:
         config = self.config
         self.function("reward.function", config.reward.function)
         self.function("rollout.generate", config.rollout.generate, asynchronous=True)
+        self.engine()
         self.model()
         self.data()
+
+    def engine(self) -> None:
+        """SGLang, where workers on this machine are to start it or to talk to it."""
+        engine = self.config.rollout.engine
+        if not isinstance(engine, SglangConfig) or self.config.cluster.address is not None:
+            return
+        for name in ("httpx",) if engine.url else ("httpx", "sglang"):
+            if importlib.util.find_spec(name) is None:
+                remedy = "Install it: python -m pip install '.[sglang]'; or write embedded."
+                raise self.fail("rollout.engine.kind", f"{name} isn't installed", remedy)
 
     def function(self, at: str, name: str, *, asynchronous: bool = False) -> None:
         """A ``module:function`` must stand in the module's source; the module isn't imported."""
@@ -285,12 +296,16 @@ def _find_module(name: str) -> ModuleSpec | None:
         found = importlib.util.find_spec(first)
     except ValueError:
         return None
-    whole = first
+    whole, folders = first, list(found.submodule_search_locations or ()) if found else []
     for part in rest:
-        if found is None or found.submodule_search_locations is None:
-            return None
         whole = f"{whole}.{part}"
-        found = PathFinder.find_spec(whole, found.submodule_search_locations)
+        try:
+            found = PathFinder.find_spec(whole, folders)
+        except KeyError:  # a folder without __init__.py: Python asks its parent, not imported here
+            found = ModuleSpec(whole, None, is_package=True)
+        folders = [folder for f in folders if os.path.isdir(folder := os.path.join(f, part))]
+        if found is None:
+            return None
     return found
 
 

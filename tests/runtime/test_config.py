@@ -57,6 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "asks.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "good_hooks.py").write_text(HOOKS)
     (tmp_path / "bad_hooks.py").write_text("def score(:\n")
+    (tmp_path / "loose" / "inner").mkdir(parents=True)
     (tmp_path / "no_model").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -225,6 +226,15 @@ MISTAKES = {
     "a device for nobody": Mistake(
         "workers: 2", "engine: {device: cuda} # HERE", "rollout.engine.device", "'cuda'", "cpu"
     ),
+    "an engine that isn't installed": Mistake(
+        "workers: 2", "engine: {kind: sglang} # HERE", "rollout.engine.kind", "'sglang'",
+        "write embedded",
+    ),
+    "an engine that shares what it spans": Mistake(
+        "rollout:\n", "cluster: {share_devices: true}\nrollout:\n"
+        "  engine: {kind: sglang, tensor_parallel: 2} # HERE\n",
+        "rollout.engine.tensor_parallel", "2", "share_devices",
+    ),
     "not module:function": Mistake(
         "good_hooks:score", "good_hooks.score # HERE", "reward.function", "'good_hooks.score'",
         "module:function",
@@ -232,6 +242,10 @@ MISTAKES = {
     "no reward module": Mistake(
         "good_hooks:score", "no_hooks:score # HERE", "reward.function", "'no_hooks:score'",
         "PYTHONPATH",
+    ),
+    "no reward module in a folder": Mistake(
+        "good_hooks:score", "loose.inner.no_hooks:score # HERE", "reward.function",
+        "'loose.inner.no_hooks:score'", "PYTHONPATH",
     ),
     "no reward function": Mistake(
         "good_hooks:score", "good_hooks:scores # HERE", "reward.function", "'good_hooks:scores'",

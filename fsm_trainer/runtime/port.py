@@ -6,6 +6,7 @@ reference: the driver passes it on and never looks inside.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import Worker, World
+from fsm_trainer.sync.manifest import Transfer
 from fsm_trainer.workers.data import Summary
 from fsm_trainer.workers.host import Status
 
@@ -124,3 +126,18 @@ class DataPort(Protocol):
     async def restore(self, state: Mapping[str, Any]) -> None:
         """Go back to a position."""
         ...
+
+
+def problem_of(task: asyncio.Future[Any]) -> BaseException | str | None:
+    """What a call ended with, if not well: an error, or a report of an effect that failed."""
+    error = task.exception()
+    if error is not None:
+        return error
+    result = task.result()
+    return result.error if isinstance(result, Report) and result.failed is not None else None
+
+
+def moved_by(result: object) -> Mapping[str, float]:
+    """What the record of a push says beside its seconds, at the end that sent."""
+    sent = result.value if isinstance(result, Outcome) else None
+    return sent.record if isinstance(sent, Transfer) else {}

@@ -45,8 +45,7 @@ from fsm_trainer.machine.step import step
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 from fsm_trainer.runtime.journal import Journal, Kind
-from fsm_trainer.runtime.port import Outcome, WorkerPort
-from fsm_trainer.sync.manifest import Transfer
+from fsm_trainer.runtime.port import Outcome, WorkerPort, moved_by, problem_of
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -143,10 +142,8 @@ class Reconciler:
             self._apply(Acted(action, group, ok and len(alive) == len(group)))
             for name in alive:
                 error = None if ok else failed.get(name) or next(iter(failed.values()), None)
-                result = results[name]
-                sent = result.value if isinstance(result, Outcome) else None
-                state = self._worker(name).state
-                self._record(name, Kind.ACTION, action, state, began, error, sent)
+                state, moved = self._worker(name).state, moved_by(results[name])
+                self._record(name, Kind.ACTION, action, state, began, error, moved)
         if joint and failed and not any(isinstance(e, LOST) for e in failed.values()):
             # What its ends may still wait on was revoked: the next attempt has a new epoch.
             await self._transition(Trigger.DISCONNECT, names)
@@ -310,7 +307,7 @@ class Reconciler:
             while todo:
                 done, todo = await asyncio.wait(todo, return_when=asyncio.FIRST_COMPLETED)
                 for name, task in tasks.items():
-                    problem = _problem(task) if task in done else None
+                    problem = problem_of(task) if task in done else None
                     if problem is not None:
                         log.debug("a worker failed", worker=name, error=str(problem))
                         await self._broken(name, problem, todo)
@@ -374,11 +371,9 @@ class Reconciler:
         source: State,
         began: float,
         error: BaseException | str | None,
-        sent: object = None,
+        moved: Mapping[str, float] | None = None,
     ) -> None:
-        worker, moved = self._worker(name), {}
-        if isinstance(sent, Transfer):
-            moved = {"bytes": sent.bytes, "gigabytes_per_second": sent.gigabytes_per_second}
+        worker = self._worker(name)
         if isinstance(error, BaseException):
             error = f"{type(error).__name__}: {error}"
         for rank in range(self.ports[name].ranks):
@@ -395,14 +390,5 @@ class Reconciler:
                 seconds=round(time.monotonic() - began, 6),
                 ok=error is None,
                 error=error,
-                **(moved if rank == 0 else {}),
+                **((rank == 0 and moved) or {}),
             )
-
-
-def _problem(task: asyncio.Future[Any]) -> BaseException | str | None:
-    """What a call ended with, if not well: an error, or a report of an effect that failed."""
-    error = task.exception()
-    if error is not None:
-        return error
-    result = task.result()
-    return result.error if isinstance(result, Report) and result.failed is not None else None

@@ -76,9 +76,10 @@ class Transfer(NamedTuple):
     seconds: float
 
     @property
-    def gigabytes_per_second(self) -> float:
-        """Their quotient, in units of 10⁹; 0 when nothing was moved."""
-        return self.bytes / 1e9 / self.seconds if self.bytes else 0.0
+    def record(self) -> dict[str, float]:
+        """The bytes, and their speed in units of 10⁹ a second; 0 when nothing was moved."""
+        speed = self.bytes / 1e9 / self.seconds if self.bytes else 0.0
+        return {"bytes": self.bytes, "gigabytes_per_second": speed}
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,10 +179,34 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
+def pushes() -> str:
+    """What the benchmark of pushes measured, a row for each kind of link in each result."""
+    rows = []
+    for path in sorted(
+        (Path(__file__).parents[1] / "benchmarks/results").glob("weight-push-*.json")
+    ):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        raw = result["raw_broadcast"]["seconds"]
+        for kind in ("group", "ipc", "disk"):
+            found = result.get(kind)
+            if found is None:
+                continue
+            push = found["steady_push"]
+            seconds = (
+                raw, push["transfer"], push["end_to_end"], found["first_push_again"],
+                found["connect"], found["reconnect"], found["disconnect"],
+            )  # fmt: skip
+            share = f" ({raw / push['transfer']:.0%} of raw)" if kind == "group" else ""
+            cells = [f"{1e3 * each:.3g} ms" for each in seconds]
+            rows.append([path.stem, f"`{kind}`", cells[0], cells[1] + share, *cells[2:]])
+    heads = ["result", "kind", "raw broadcast", "transfer", "end to end", "first push again"]
+    return table([*heads, "connect", "reconnect", "disconnect"], rows)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "machines": machines, "phases": phases, "roles": roles, "steps": steps,
     "configuration": configuration, "journal": lambda: fields(Entry),
-    "metrics": lambda: fields(MetricsRow),
+    "metrics": lambda: fields(MetricsRow), "pushes": pushes,
 }  # fmt: skip
 
 

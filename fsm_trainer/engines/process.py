@@ -6,10 +6,13 @@ Imports no torch.
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -31,6 +34,12 @@ class Answer(NamedTuple):
     number: int
     result: Any
     error: Exception | None
+
+
+def hang_up(connection: Connection) -> None:
+    """End a connection over a socket, whoever waits on it at either end."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as wire:
+        wire.shutdown(socket.SHUT_RDWR)
 
 
 class Server(ABC):

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -24,10 +23,10 @@ from urllib.parse import urlsplit
 from fsm_trainer.data.child import PROMPT
 from fsm_trainer.engines.config import SglangConfig
 from fsm_trainer.engines.contract import Completion, PauseMode, Request, Tag
-from fsm_trainer.engines.process import Caller, EngineProcess, Server
+from fsm_trainer.engines.process import Caller, EngineProcess, Server, hang_up
 from fsm_trainer.engines.remote import RemoteEngine
 from fsm_trainer.engines.sglang_api import Api, command
-from fsm_trainer.machine.errors import DeadlineExceeded, EngineFailed
+from fsm_trainer.machine.errors import ActionFailed, DeadlineExceeded, EngineFailed
 from fsm_trainer.machine.version import Version
 
 if TYPE_CHECKING:
@@ -102,11 +101,27 @@ class SglangServer(Server):
                 )
             time.sleep(_LOOK)
         self._api.check(self.name)
+        if self._process is None:
+            self._quiesce(deadline)
         self._meet()
+        for tag in self._agents[0].submit("asleep").result(PROMPT):
+            self._api.acquire(Tag(tag))  # an earlier worker left it so
         specs: list[TensorSpec] = self._on_schedulers("learn", self._model, self._config.dtype)
         for tag in Tag:
             self.release(tag)
         return specs
+
+    def _quiesce(self, deadline: float) -> None:
+        """End what an earlier worker has left in flight, or paused, on a server elsewhere."""
+        self._api.unpause()
+        self._api.abort(None)
+        while True:
+            try:
+                return self._api.flush()
+            except ActionFailed:  # requests are in flight still
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK)
 
     def _meet(self) -> None:
         """Let each scheduler process connect to us."""
@@ -181,12 +196,18 @@ class SglangServer(Server):
     def acquire(self, tag: Tag) -> None:
         """Map memory; SGLang would serve whatever weights lie in it, so they are zeroed."""
         self._api.acquire(tag)
+        self._note(tag, asleep=False)
         if tag is Tag.WEIGHTS:
             self.reset_weights()
 
     def release(self, tag: Tag) -> None:
         """Unmap memory."""
+        self._note(tag, asleep=True)
         self._api.release(tag)
+
+    def _note(self, tag: Tag, asleep: bool) -> None:
+        """Have it known where the memory is: to release it twice, or touch it then, ends SGLang."""
+        _all_of([agent.submit("note", str(tag), asleep) for agent in self._agents])
 
     def flush(self) -> None:
         """Drop the prefix cache."""
@@ -255,8 +276,7 @@ class _Agent(Caller):
 
     def hang_up(self) -> None:
         """Close the connection, whoever waits for it."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as wire:
-            wire.shutdown(socket.SHUT_RDWR)
+        hang_up(self._connection)
 
     def _end(self) -> None:
         self._server.kill()

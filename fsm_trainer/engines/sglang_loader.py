@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsm_trainer.engines.link_end import LinkEnd, Vitals, portable, resident_bytes
-from fsm_trainer.engines.process import Answer, Call
+from fsm_trainer.engines.process import Answer, Call, hang_up
 from fsm_trainer.engines.replica import layout
 from fsm_trainer.machine.errors import CapabilityMissing
 from fsm_trainer.sync.buckets import copier
@@ -34,13 +34,14 @@ from fsm_trainer.sync.push import Receiver
 if TYPE_CHECKING:
     from fsm_trainer.groups.membership import Membership
 
-AT_ONCE = ("revoke", "vitals", "join", "leave")
 ON_SCHEDULER = ("learn", "reset_weights", "receive", "checksums")
 # Seconds to reach the worker that called, and for its call to follow.
 GREETING = 10.0
 
 _agents: dict[str, Agent] = {}
 """The one agent of this process, by the key of the worker that it serves."""
+_asleep: set[str] = set()
+"""What of this process's memory is released; a worker that attaches later can't ask SGLang."""
 
 
 def carry_out(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -106,9 +107,10 @@ class Agent:
         self._carry_out(call)
 
     def end(self) -> None:
-        """Let go of the link; what calls us will find the connection closed."""
+        """Let go of the link, and of who calls us."""
         self._link.revoke()
         self._link.leave()
+        hang_up(self._connection)
 
     def _read(self) -> None:
         try:
@@ -146,6 +148,14 @@ class Agent:
     def revoke(self) -> None:
         """Revoke the lease."""
         self._link.revoke()
+
+    def note(self, tag: str, asleep: bool) -> None:
+        """Memory is about to be released, or was mapped again."""
+        (_asleep.add if asleep else _asleep.discard)(tag)
+
+    def asleep(self) -> list[str]:
+        """What is released."""
+        return sorted(_asleep)
 
     def vitals(self) -> Vitals:
         """What only this process knows."""

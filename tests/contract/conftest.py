@@ -158,13 +158,13 @@ class Bench:
     def sender(self) -> Member:
         return self.world.members(1)[0]
 
-    def memberships(self, timeout: float = 5.0) -> list[Membership]:
+    def memberships(self, timeout: float = 5.0, **way: str) -> list[Membership]:
         """The sender's place, and the engine's."""
         places = self.world.memberships(2, timeout)
-        return [dataclasses.replace(each, backend=self.site.backend) for each in places]
+        return [dataclasses.replace(each, backend=self.site.backend, **way) for each in places]
 
-    def connect(self, timeout: float = 5.0) -> None:
-        ours, theirs = self.memberships(timeout)
+    def connect(self, timeout: float = 5.0, **way: str) -> None:
+        ours, theirs = self.memberships(timeout, **way)
         answer = self.sender.call(peer.join, ours, self.site.sender)
         self.engine.join(theirs)
         assert answer.get() is None

@@ -117,6 +117,20 @@ def test_a_push_is_bit_exact_after_each_of_three_reconnects(awake: Bench) -> Non
         assert [each.version for each in engine.generate(ONE)] == [version]
 
 
+@pytest.mark.parametrize("kind", ["ipc", "disk"])
+def test_weights_may_come_another_way(awake: Bench, kind: str, tmp_path: Path) -> None:
+    if kind == "ipc" and awake.site.sender not in ("cpu", "cuda:0"):
+        pytest.skip("the sender has a device of its own: nothing to map")
+    awake.connect(kind=kind, **({"folder": str(tmp_path)} if kind == "disk" else {}))
+    for seed in (14, 15):
+        awake.engine.reset_weights()
+        awake.push(seed)
+        expected = checksums(peer.weights(awake.engine.specs(), seed).items())
+        assert awake.engine.checksums() == expected
+    awake.disconnect()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_one_link_carries_many_pushes(awake: Bench) -> None:
     awake.connect()
     for seed in (21, 22):

@@ -17,6 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -64,17 +65,22 @@ class Child:
                     "overloaded or out of processes. Configure fewer"
                 ) from error
         self.pid: int = self._popen.pid
+        self._burying, self._buried = threading.Lock(), False
 
     def kill(self) -> None:
         """Kill the process and what it started, and wait until it is gone; may be called again.
 
         Raises ``DeadlineExceeded`` if it is still there after 10 seconds.
         """
-        if self._popen.returncode is None:  # else its number may be another's by now
-            with contextlib.suppress(ProcessLookupError):
-                # A guard that is stopped or killed can't: what is in its group goes without it.
-                os.kill(self.pid, signal.SIGTERM)
-                os.kill(self.pid, signal.SIGCONT)
+        with self._burying:
+            if not self._buried:  # else its number may be another's by now
+                self._bury()
+                self._buried = True
+
+    def _bury(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGCONT)
         try:
             self._popen.wait(PROMPT)
         except subprocess.TimeoutExpired as error:
@@ -83,6 +89,7 @@ class Child:
                 f"process {self.pid} is still there {PROMPT:g} s after SIGKILL: it hangs in the "
                 "kernel. Look at its stack in /proc"
             ) from error
+        # A guard that was killed could not do it: what is in its group goes without it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -127,9 +127,13 @@ class Caller(Server):
         except (EOFError, OSError):
             pass  # it is dead, or about to be
         finally:
-            self._end()
+            try:
+                self._end()
+                how = self._how()
+            except DeadlineExceeded as error:  # nobody is left to raise it to but the callers
+                how = str(error)
             with self._lock:
-                self.ended = self._how()
+                self.ended = how
             with self._sending:
                 self._connection.close()
             for future in self._pending.values():

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any
 
 from fsm_trainer.engines.admission import LINK, RECEIVED, UPDATE, Admission
@@ -64,10 +65,14 @@ class RemoteEngine(ABC):
             self._limits = limits
             server = self._server = self._launch()
         try:
-            self._specs = self._bring_up(server)
+            specs = self._bring_up(server)
         except BaseException:
-            self.stop()
+            server.kill()
+            with self._life:
+                if self._server is server:
+                    self._server = None
             raise
+        self._specs = specs
 
     def stop(self) -> None:
         """End the engine and all it holds; see `Engine.stop`."""
@@ -98,10 +103,18 @@ class RemoteEngine(ABC):
                 ) from None
             finally:
                 if not future.done():
-                    server.submit("abort", frozenset(ids))
-                    if future not in wait([future], self._settings.call_timeout).done:
-                        server.kill()
+                    self._end(server, future, frozenset(ids))
+        self._living("generate")  # what came back as it ended may be of other weights
         return completions
+
+    def _end(self, server: Server, future: Future[Any], ids: frozenset[str]) -> None:
+        """Abort until it is over: an abort may overtake the requests that it means."""
+        until = time.monotonic() + self._settings.call_timeout
+        while not future.done() and server.ended is None:
+            if time.monotonic() > until:
+                return server.kill()
+            server.submit("abort", ids)
+            wait([future], 1.0)
 
     def abort(self, ids: Collection[str] | None = None) -> None:
         """End requests in flight; see `Engine.abort`."""
@@ -110,7 +123,11 @@ class RemoteEngine(ABC):
     def pause(self, mode: PauseMode) -> None:
         """Refuse new requests and stop those in flight; see `Engine.pause`."""
         self._admission.pause(PauseMode(mode))
-        self._call("pause", PauseMode(mode))
+        try:
+            self._call("pause", PauseMode(mode))
+        except BaseException:
+            self._admission.paused = None
+            raise
 
     def unpause(self) -> None:
         """Take requests again; see `Engine.unpause`."""

@@ -15,7 +15,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -54,8 +55,11 @@ class SglangEngine(RemoteEngine):
         return SglangServer(self.name, self._model, self._config)
 
     def _bring_up(self, server: Server) -> list[TensorSpec]:
-        assert isinstance(server, SglangServer)  # of _launch
-        return server.bring_up()
+        specs: list[TensorSpec]
+        specs, longest = server.call("bring_up", timeout=self._config.start_timeout)
+        limits = self._limits
+        self._limits = dataclasses.replace(limits, positions=min(limits.positions, longest))
+        return specs
 
 
 class SglangServer(Server):
@@ -70,14 +74,19 @@ class SglangServer(Server):
         self._serving: Future[Any] | None = None
         self._port: socket.socket | None = None
         self._stopped: str | None = None
+        self._calls: set[Future[Any]] = set()
+        self._generating = 0
+        self._lock = threading.Lock()
         self.pid, url, key = 0, config.url, config.api_key
         if url is None:
             self._port, number = _reserved_port()
             url, key = f"http://127.0.0.1:{number}", secrets.token_hex(16)
-            self._process = EngineProcess(name, "fsm_trainer.engines.sglang_server")
-            self._serving = self._process.submit("serve", *command(model, url, key, config))
-            self.pid = self._process.pid
         self._api = Api(url, key, config, self._gone)
+        if self._port is not None:
+            words = command(model, url, key or "", config)
+            self._process = EngineProcess(name, "fsm_trainer.engines.sglang_server")
+            self._serving = self._process.submit("serve", *words)
+            self.pid = self._process.pid
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -86,68 +95,68 @@ class SglangServer(Server):
         """How it ended, None while it answers."""
         return (self._process.ended if self._process is not None else None) or self._stopped
 
-    def bring_up(self) -> list[TensorSpec]:
-        """Wait until it serves, meet its schedulers, learn its tensors, and put it to sleep."""
-        deadline = time.monotonic() + self._config.start_timeout
+    def bring_up(self) -> tuple[list[TensorSpec], int]:
+        """Wait until it serves, meet its schedulers, learn its tensors, and put it to sleep.
+
+        Returns the tensors, and the most tokens that a sequence may have.
+        """
         while not self._api.up():
             if self._serving is not None and self._serving.done():
                 self._serving.result()
             if self.ended is not None:
                 raise EngineFailed(f"{self.name}: {self.ended} before it was up; see its output")
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"{self.name}: SGLang at {self._api.url} was not up within "
-                    f"{self._config.start_timeout:g} s; see its output, or give more start_timeout"
-                )
             time.sleep(_LOOK)
         self._api.check(self.name)
-        if self._process is None:
-            self._quiesce(deadline)
+        self._quiesce()
         self._meet()
-        for tag in self._agents[0].submit("asleep").result(PROMPT):
+        self._quiesce()  # an earlier worker could still ask until then
+        for tag in _all_of([agent.submit("asleep") for agent in self._agents])[0]:
             self._api.acquire(Tag(tag))  # an earlier worker left it so
+            self._note(Tag(tag), asleep=False)
         specs: list[TensorSpec] = self._on_schedulers("learn", self._model, self._config.dtype)
         for tag in Tag:
             self.release(tag)
-        return specs
+        return specs, self._api.longest
 
-    def _quiesce(self, deadline: float) -> None:
+    def _quiesce(self) -> None:
         """End what an earlier worker has left in flight, or paused, on a server elsewhere."""
-        self._api.unpause()
-        self._api.abort(None)
-        while True:
+        while self._process is None:
+            self._api.unpause()
+            self._api.abort(None)
             try:
                 return self._api.flush()
             except ActionFailed:  # requests are in flight still
-                if time.monotonic() > deadline:
-                    raise
                 time.sleep(_LOOK)
 
     def _meet(self) -> None:
         """Let each scheduler process connect to us."""
-        told = _in_background(self._api.run_loader, self._order(greet=True))
-        ranks: dict[int, _Agent] = {}
+        told = _in_background(self._api.run_loader, self._order(greet=True), False)
         self._door.settimeout(PROMPT)
-        while len(ranks) < self._config.tensor_parallel:
+        while len(self._agents) < self._config.tensor_parallel:
             try:
                 wire, _ = self._door.accept()
             except TimeoutError:
                 told.result(PROMPT)  # what the server said, if it refused
                 count, where = self._config.tensor_parallel, self._door.getsockname()
                 raise DeadlineExceeded(
-                    f"{self.name}: {len(ranks)} of {count} SGLang schedulers came to {where}; can "
-                    "they reach it, and import fsm_trainer?"
+                    f"{self.name}: {len(self._agents)} of {count} SGLang schedulers came to "
+                    f"{where}; can they reach it, and import fsm_trainer?"
                 ) from None
             wire.settimeout(None)
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = Connection(wire.detach())
-            greeting = json.loads(connection.recv_bytes(1024)) if connection.poll(PROMPT) else {}
+            try:
+                greeting = json.loads(
+                    connection.recv_bytes(1024) if connection.poll(PROMPT) else "{}"
+                )
+            except (ValueError, OSError):
+                greeting = {}  # a stranger
             if secrets.compare_digest(str(greeting.get("key")), self._secret):
                 rank, pid = int(greeting["rank"]), int(greeting["pid"])
-                ranks[rank] = _Agent(f"{self.name}/{rank}", connection, self, pid)
+                self._agents.append(_Agent(f"{self.name}/{rank}", connection, self, pid, rank))
             else:
                 connection.close()
-        self._agents = [ranks[rank] for rank in sorted(ranks)]
+        self._agents.sort(key=lambda agent: agent.rank)
         self.pid = self.pid or self._agents[0].pid
         told.result(PROMPT)
 
@@ -161,6 +170,10 @@ class SglangServer(Server):
         self._door.close()
         if self._port is not None:
             self._port.close()
+        with self._lock:
+            calls = list(self._calls)
+        for call in calls:  # those at a server elsewhere: nobody ends it
+            _settle(call, None, EngineFailed(f"{self.name}: {self.ended}; start it anew"))
 
     def _gone(self, path: str, error: Exception) -> EngineFailed:
         """A connection breaks a moment before it is known why."""
@@ -173,21 +186,41 @@ class SglangServer(Server):
 
     def submit(self, method: str, *arguments: Any) -> Future[Any]:
         """Carry out one of the methods below in a thread; see `Server.submit`."""
-        if self.ended is not None:
-            raise EngineFailed(f"{self.name}: {self.ended}; start it anew")
-        return _in_background(getattr(self, method), *arguments)
+        call = _in_background(getattr(self, method), *arguments)
+        with self._lock:
+            self._calls.add(call)
+            ended = self.ended
+        call.add_done_callback(self._calls.discard)
+        if ended is not None:
+            raise EngineFailed(f"{self.name}: {ended}; start it anew")
+        return call
 
     def generate(self, requests: Sequence[Request], version: Version) -> list[Completion]:
         """Continue prompts."""
-        return self._api.generate(requests, version)
+        with self._lock:
+            self._generating += 1
+        try:
+            return self._api.generate(requests, version)
+        finally:
+            with self._lock:
+                self._generating -= 1
 
     def abort(self, ids: Collection[str] | None) -> None:
         """End requests between two steps."""
         self._api.abort(ids)
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop drawing tokens."""
+        """Stop drawing tokens; in place excepted, all requests have returned then."""
         self._api.pause(mode)
+        while mode is not PauseMode.IN_PLACE and self._generating:
+            # SGLang parks a request that arrives just after the pause, and doesn't abort it.
+            until = time.monotonic() + _LOOK
+            while self._generating and time.monotonic() < until:
+                time.sleep(_LOOK / 100)
+            if self._generating:
+                self._api.unpause()
+                self._api.abort(None)
+                self._api.pause(mode)
 
     def unpause(self) -> None:
         """Go on."""
@@ -195,15 +228,23 @@ class SglangServer(Server):
 
     def acquire(self, tag: Tag) -> None:
         """Map memory; SGLang would serve whatever weights lie in it, so they are zeroed."""
-        self._api.acquire(tag)
-        self._note(tag, asleep=False)
-        if tag is Tag.WEIGHTS:
-            self.reset_weights()
+        try:
+            self._api.acquire(tag)
+            self._note(tag, asleep=False)
+            if tag is Tag.WEIGHTS:
+                self.reset_weights()
+        except BaseException:
+            self.kill()  # whether it is mapped can't be known, and to map it twice ends SGLang
+            raise
 
     def release(self, tag: Tag) -> None:
         """Unmap memory."""
-        self._note(tag, asleep=True)
-        self._api.release(tag)
+        try:
+            self._api.release(tag)
+            self._note(tag, asleep=True)
+        except BaseException:
+            self.kill()
+            raise
 
     def _note(self, tag: Tag, asleep: bool) -> None:
         """Have it known where the memory is: to release it twice, or touch it then, ends SGLang."""
@@ -222,9 +263,9 @@ class SglangServer(Server):
         self._on_schedulers("receive", manifest)
 
     def checksums(self) -> Mapping[str, str]:
-        """Checksum the weights."""
-        found: Mapping[str, str] = self._on_schedulers("checksums")
-        return found
+        """Checksum the weights; what the schedulers don't agree on has a checksum like no other."""
+        each: list[Mapping[str, str]] = self._on_each_scheduler("checksums")
+        return {name: "/".join(sorted({found[name] for found in each})) for name in each[0]}
 
     def join(self, membership: Membership) -> None:
         """Open the lease in every scheduler: each is a member, one rank after the other."""
@@ -236,6 +277,7 @@ class SglangServer(Server):
         try:
             _all_of(told)
         except BaseException:
+            wait(told)  # each has the membership's deadline
             self.leave()  # those that opened theirs
             raise
 
@@ -254,13 +296,16 @@ class SglangServer(Server):
 
     def _on_schedulers(self, method: str, *arguments: Any) -> Any:
         """Call every agent on its scheduler's thread; the first one's result."""
+        return self._on_each_scheduler(method, *arguments)[0]
+
+    def _on_each_scheduler(self, method: str, *arguments: Any) -> list[Any]:
         told = [agent.submit(method, *arguments) for agent in self._agents]
         try:
             self._api.run_loader(self._order(greet=False))
         except BaseException:
             self.kill()  # the agents hold a call that nobody will start
             raise
-        return _all_of(told)[0]
+        return _all_of(told)
 
     def _order(self, greet: bool) -> str:
         address = self._door.getsockname()
@@ -270,8 +315,10 @@ class SglangServer(Server):
 class _Agent(Caller):
     """Our agent in one scheduler process; when it ends, so does the engine."""
 
-    def __init__(self, name: str, connection: Connection, server: SglangServer, pid: int) -> None:
-        self._server, self.pid = server, pid
+    def __init__(
+        self, name: str, connection: Connection, server: SglangServer, pid: int, rank: int
+    ) -> None:
+        self._server, self.pid, self.rank = server, pid, rank
         super().__init__(name, connection)
 
     def hang_up(self) -> None:
@@ -295,12 +342,21 @@ def _in_background(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
     def run() -> None:
         try:
-            future.set_result(work(*arguments))
+            _settle(future, work(*arguments), None)
         except BaseException as error:
-            future.set_exception(error)
+            _settle(future, None, error)
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def _settle(future: Future[Any], result: Any, error: BaseException | None) -> None:
+    """Give a future its end, unless it has one: a call returns, and its server is killed."""
+    with suppress(InvalidStateError):
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
 
 def _reserved_port() -> tuple[socket.socket, int]:

@@ -7,7 +7,9 @@ torch.
 from __future__ import annotations
 
 import base64
+import json
 import math
+import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +18,7 @@ from typing import Any
 from fsm_trainer.data.child import PROMPT
 from fsm_trainer.engines.config import SglangConfig
 from fsm_trainer.engines.contract import Completion, Finish, PauseMode, Request, Tag
-from fsm_trainer.machine.errors import ActionFailed, CapabilityMissing, EngineFailed
+from fsm_trainer.machine.errors import ActionFailed, CapabilityMissing, ConfigError, EngineFailed
 from fsm_trainer.machine.version import Version
 
 OLDEST = (0, 5, 17)
@@ -24,13 +26,15 @@ OLDEST = (0, 5, 17)
 LOADER = "fsm_trainer.engines.sglang_loader.carry_out"
 """What SGLang calls to have weights loaded, as its ``custom_weight_loader`` names it."""
 _MEMORY = {Tag.WEIGHTS: "weights", Tag.KV: "kv_cache"}
+# Ends an id: SGLang takes the id of an abort for the beginning of ids.
+_END = "\x1f"
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
 
 class Api:
     """A client of one server; ``gone`` makes the error for a server that does not answer.
 
-    Calls without a deadline of their own have their caller's, who ends the server.
+    No call has a deadline of its own: their caller's ends the server, and with it the call.
     """
 
     def __init__(
@@ -44,8 +48,11 @@ class Api:
 
         self.url, self._config, self._gone = url, config, gone
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=None)
-        self._http = httpx.Client(base_url=url, headers=headers, limits=limits, trust_env=False)
+        # The server hangs up after 5 silent seconds: a connection that old would meet its end.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        self._http = httpx.Client(
+            base_url=url, headers=headers, limits=limits, trust_env=False, timeout=None
+        )
         self._lost = httpx.TransportError
         self._sessions = False
 
@@ -58,7 +65,7 @@ class Api:
     def check(self, name: str) -> None:
         """Raise CapabilityMissing for a server that can't keep the contract."""
         config, info = self._config, self._ask("/server_info", method="get")
-        number = tuple(int(p) for p in str(info.get("version", "0")).split(".")[:3] if p.isdigit())
+        number = tuple(map(int, re.findall(r"\d+", str(info.get("version", "0")))[:3]))
         for holds, flag in (
             (number >= OLDEST, f"version {'.'.join(map(str, OLDEST))} or newer"),
             (
@@ -78,19 +85,21 @@ class Api:
                 found = info.get("version")
                 raise CapabilityMissing(f"{name}: SGLang {found} at {self.url} lacks {flag}")
         # Newer ones load weights only within a session; older ones have none.
-        self._sessions = self._http.post("/begin_weight_update", json={}).status_code != 404
+        self._sessions = self._answer("/begin_weight_update", {}).status_code != 404
         if self._sessions:
             self._ask("/end_weight_update")
+        # What SGLang takes before it cuts a request short without a word; 5 are its reserve.
+        self.longest = int(info.get("max_req_input_len") or 2**31)
 
     def generate(self, requests: Sequence[Request], version: Version) -> list[Completion]:
         """Continue prompts; SGLang batches them with all others."""
         body = {
-            "rid": [request.id for request in requests],
+            "rid": [request.id + _END for request in requests],
             "input_ids": [list(request.tokens) for request in requests],
             "sampling_params": [self._sampling(request) for request in requests],
             "return_logprob": True,
         }
-        answers = self._ask("/generate", body, timeout=None)
+        answers = self._ask("/generate", body)
         return [_completion(r, a, version) for r, a in zip(requests, answers, strict=True)]
 
     def _sampling(self, request: Request) -> dict[str, Any]:
@@ -108,7 +117,7 @@ class Api:
         if ids is None:
             self._ask("/abort_request", {"rid": "", "abort_all": True})
         for each in ids or ():
-            self._ask("/abort_request", {"rid": each})
+            self._ask("/abort_request", {"rid": each + _END})
 
     def pause(self, mode: PauseMode) -> None:
         """Stop drawing tokens; SGLang would continue a retracted request, so it is aborted too."""
@@ -131,7 +140,7 @@ class Api:
         """Drop the prefix cache."""
         self._ask("/flush_cache")
 
-    def run_loader(self, order: str) -> None:
+    def run_loader(self, order: str, flush: bool = True) -> None:
         """Have our loader called with this text on each scheduler's thread, caches dropped."""
         payload = base64.b64encode(_pickled(order)).decode()
         if self._sessions:
@@ -139,24 +148,21 @@ class Api:
         body = {
             "serialized_named_tensors": [payload] * self._config.tensor_parallel,
             "load_format": LOADER,
-            "flush_cache": True,
+            "flush_cache": flush,
         }
-        self._ask("/update_weights_from_tensor", body, timeout=None)
+        self._ask("/update_weights_from_tensor", body)
         if self._sessions:
             self._ask("/end_weight_update")
 
-    def _ask(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        timeout: float | None = PROMPT,
-        method: str = "post",
-    ) -> Any:
+    def _answer(self, path: str, body: Mapping[str, Any] | None, method: str = "post") -> Any:
         given = {} if method == "get" else {"json": body or {}}
         try:
-            response = self._http.request(method, path, timeout=timeout, **given)
+            return self._http.request(method, path, **given)
         except self._lost as error:
             raise self._gone(path, error) from error
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None, method: str = "post") -> Any:
+        response = self._answer(path, body, method)
         answer = response.json() if "json" in response.headers.get("content-type", "") else None
         refused = isinstance(answer, dict) and answer.get("success") is False
         if response.is_error or refused:
@@ -174,6 +180,7 @@ def command(model: str, url: str, key: str, config: SglangConfig) -> list[str]:
         "api_key": key,
         "dtype": config.dtype,
         "device": config.device.partition(":")[0],
+        "base_gpu_id": int(config.device.partition(":")[2] or 0),
         "tp_size": config.tensor_parallel,
         "skip_tokenizer_init": True,
         # Weights come over a link; what a folder holds is never served.
@@ -185,13 +192,19 @@ def command(model: str, url: str, key: str, config: SglangConfig) -> list[str]:
         "enable_memory_saver": config.device != "cpu",
         "log_level": "error",
         "mem_fraction_static": config.memory_fraction,
-        **config.arguments,
     }
+    ours = {*given, "url"} & config.arguments.keys()
+    if ours:
+        raise ConfigError(
+            f"rollout.engine.arguments: {', '.join(sorted(ours))} is not yours to set there; "
+            "remove it, or use the field of rollout.engine that stands for it"
+        )
     words: list[str] = []
-    for name, value in given.items():
+    for name, value in {**given, **config.arguments}.items():
         if value is not None and value is not False:
             words.append("--" + name.replace("_", "-"))
-            words += [] if value is True else [str(value)]
+            parts = value if isinstance(value, list) else [] if value is True else [value]
+            words += [json.dumps(each) if isinstance(each, dict) else str(each) for each in parts]
     return words
 
 
@@ -204,10 +217,14 @@ def _completion(request: Request, answer: Mapping[str, Any], version: Version) -
             f"request {request.id}: the model's log-probs are not finite: its weights hold NaN or "
             "infinities, or overflow"
         )
-    tokens = tuple(int(each[1]) for each in drawn)
-    return Completion(
-        request.id, tokens, logprobs, _FINISH[about["finish_reason"]["type"]], version
-    )
+    tokens, finish = tuple(int(each[1]) for each in drawn), _FINISH[about["finish_reason"]["type"]]
+    if finish is Finish.LENGTH and len(tokens) < request.max_new_tokens:
+        raise ActionFailed(
+            f"request {request.id}: SGLang ended it after {len(tokens)} of "
+            f"{request.max_new_tokens} tokens, for want of room; give the engine more memory, or "
+            "ask for fewer"
+        )
+    return Completion(request.id, tokens, logprobs, finish, version)
 
 
 def _pickled(text: str) -> bytes:

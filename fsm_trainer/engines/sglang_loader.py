@@ -11,6 +11,7 @@ The first call makes an :class:`Agent`, which is called over a connection from t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import socket
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
     from fsm_trainer.groups.membership import Membership
 
 ON_SCHEDULER = ("learn", "reset_weights", "receive", "checksums")
+CALLS = (*ON_SCHEDULER, "join", "leave", "revoke", "note", "asleep", "vitals")
 # Seconds to reach the worker that called, and for its call to follow.
 GREETING = 10.0
+
+log = logging.getLogger(__name__)
 
 _agents: dict[str, Agent] = {}
 """The one agent of this process, by the key of the worker that it serves."""
@@ -50,16 +54,20 @@ def carry_out(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.T
     ``named_tensors`` holds one name, a JSON object: ``address`` (host and port) and ``key`` of the
     worker, whether to ``greet`` it, else the call follows on the agent's connection.
     """
-    [(text, _)] = named_tensors
-    order = json.loads(text)
-    agent = _agents.get(order["key"])
-    if agent is None:
-        for other in _agents.values():
-            other.end()
-        _agents.clear()
-        agent = _agents[order["key"]] = Agent(model, tuple(order["address"]), order["key"])
-    if not order["greet"]:
-        agent.work()
+    try:
+        [(text, _)] = named_tensors
+        order = json.loads(text)
+        if order["greet"]:
+            agent = Agent(model, tuple(order["address"]), order["key"])
+            for other in _agents.values():
+                other.end()
+            _agents.clear()
+            _agents[order["key"]] = agent
+        elif order["key"] in _agents:  # else its worker was replaced meanwhile
+            _agents[order["key"]].work()
+    except Exception:
+        # Whoever called waits for its connection or its answer, and has a deadline.
+        log.exception("fsm-trainer's loader could not do what it was called for")
 
 
 class Place(NamedTuple):
@@ -120,11 +128,13 @@ class Agent:
                     self._orders.put(call)
                 else:
                     threading.Thread(target=self._carry_out, args=(call,), daemon=True).start()
-        except (EOFError, OSError):
+        except Exception:  # the connection ended, or says what can't be understood
             self.end()
 
     def _carry_out(self, call: Call) -> None:
         try:
+            if call.method not in CALLS:
+                raise CapabilityMissing(f"there is no call {call.method!r}; are versions equal?")
             result = getattr(self, call.method)(*call.arguments)
             answer = Answer(call.number, result, None)
         except Exception as error:
@@ -170,6 +180,12 @@ class Agent:
         that it doesn't know. Seen once, the way is known: pushes copy straight there, and
         checksums read back from there. Raises CapabilityMissing for tensors that can't be followed.
         """
+        if callable(getattr(type(self._model), "post_load_weights", None)):
+            raise CapabilityMissing(
+                f"SGLang derives further weights of {type(self._model).__name__} from loaded ones, "
+                "which a push would leave as they were; use rollout.engine.kind: embedded"
+            )
+        self._places.clear()
         self._specs = layout(folder, dtype)
         for bucket in Manifest(tuple(self._specs)).buckets:
             self._learn(bucket)
@@ -201,8 +217,10 @@ class Agent:
         places = self._places.get(spec.name, [])
         alike = all(place.memory.dtype is getattr(torch, spec.dtype) for place in places)
         elements = sum(place.memory.numel() for place in places)
-        sharded = _parallel_size() > 1
-        return bool(places) and alike and (sharded or elements == spec.bytes // spec.item_size)
+        count = torch.tensor([elements if alike else -(2**62)])
+        if _parallel_size() > 1:
+            torch.distributed.all_reduce(count, group=_parallel_group())
+        return bool(places) and int(count) >= spec.bytes // spec.item_size
 
     @torch.no_grad()
     def reset_weights(self) -> None:
@@ -232,14 +250,14 @@ class Agent:
         whole = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
         for place in self._places[spec.name]:
             place.part(whole).copy_(place.memory)
-        if _parallel_size() > 1:
-            # Each process has a part and zeros elsewhere, or a copy of the whole.
-            from sglang.srt.distributed import get_tp_group
-
-            raw = whole.view(-1).view(torch.uint8)
-            group = get_tp_group().cpu_group
-            torch.distributed.all_reduce(raw, torch.distributed.ReduceOp.BOR, group=group)
-        return whole
+        if _parallel_size() == 1:
+            return whole
+        # Each process has a part and zeros elsewhere, or a copy of the whole, which is its own.
+        joined = whole.clone()
+        raw = joined.view(-1).view(torch.uint8)
+        torch.distributed.all_reduce(raw, torch.distributed.ReduceOp.BOR, group=_parallel_group())
+        own = sum(place.memory.numel() for place in self._places[spec.name])
+        return whole if own == whole.numel() else joined
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -262,6 +280,12 @@ def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     spec = slot.spec
     raw = flat[slot.offset : slot.offset + spec.bytes]
     return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def _parallel_group() -> Any:
+    from sglang.srt.distributed import get_tp_group
+
+    return get_tp_group().cpu_group
 
 
 def _parallel_size() -> int:

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 from fsm_trainer.engines.link_end import portable
 from fsm_trainer.engines.process import Answer, Call
+from fsm_trainer.machine.errors import CapabilityMissing
 
 
 def main(connection: Connection) -> None:
@@ -20,10 +21,17 @@ def main(connection: Connection) -> None:
     # SGLang would turn it off where it isn't set, and NCCL can't map the memory of a peer that has
     # it on, as it is by default: the first collective of a link would fail.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")
+    # It would make log-probs those of another temperature.
+    os.environ.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
     try:
-        from sglang.launch_server import run_server
-        from sglang.srt.plugins import load_plugins
-        from sglang.srt.server_args import prepare_server_args
+        try:
+            from sglang.launch_server import run_server
+            from sglang.srt.plugins import load_plugins
+            from sglang.srt.server_args import prepare_server_args
+        except ImportError as error:
+            raise CapabilityMissing(
+                f"SGLang can't be imported: {error}; install .[sglang]"
+            ) from error
 
         load_plugins()
         run_server(prepare_server_args(list(call.arguments)))

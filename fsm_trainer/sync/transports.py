@@ -22,7 +22,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fsm_trainer.groups.lease import WATCH, Lease, Pending
-from fsm_trainer.machine.errors import ActionFailed, LeaseExpired
+from fsm_trainer.machine.errors import (
+    ActionFailed,
+    LeaseExpired,
+    ManifestMismatch,
+    SelfCheckFailed,
+)
 from fsm_trainer.sync.buckets import TRAILER, Parcel, settle
 from fsm_trainer.sync.checksums import raw_bytes
 from fsm_trainer.sync.manifest import Manifest
@@ -219,7 +224,10 @@ class DiskTransport(_Reached):
     def _get(self, parcel: Parcel, word: torch.Tensor) -> Parcel:
         path = self._path(parcel.index)
         with self._files(path), safe_open(path, framework="pt") as file:
-            parcel.fill((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            try:
+                parcel.fill((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            except ManifestMismatch as error:  # said before the first bucket, it means: none came
+                raise SelfCheckFailed(f"{path} is not the bucket that was sent: {error}") from error
         parcel.flat[-TRAILER:].copy_(word)
         there = parcel.flat.to(self._lease.device)
         return Parcel(parcel.index, parcel.bucket, there, kept=False)

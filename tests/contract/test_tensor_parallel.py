@@ -11,7 +11,8 @@ import pytest
 
 from fsm_trainer.engines.config import SglangConfig
 from fsm_trainer.engines.contract import Finish, Request, Tag
-from fsm_trainer.engines.sglang import SglangEngine
+from fsm_trainer.engines.sglang import SglangEngine, SglangServer
+from fsm_trainer.machine.errors import PeerLost
 from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.checksums import checksums
 from tests.contract import weights as peer
@@ -62,8 +63,10 @@ def test_both_parts_take_a_push_and_give_back_the_senders_bytes(engine: SglangEn
         assert engine.health().groups == ()
         # One that does not come is named, and the other part holds no link then.
         lost = dataclasses.replace(world.memberships(3, 1.0)[1])
-        with pytest.raises(Exception, match="member-0"):
+        with pytest.raises(PeerLost, match="member-0"):
             engine.join(lost)
-        assert engine.health().epoch is None
+        assert isinstance(engine._server, SglangServer)
+        for agent in engine._server._agents:
+            assert agent.call("vitals", timeout=10).epoch is None
     finally:
         world.close()

@@ -4,7 +4,7 @@
 
 A process with weights of the shape on the last device pushes them to one engine on the first one
 (on one device between two processes NCCL 2.30 is needed, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``).
-``transfer`` is the sender's time from header to acknowledgement; ``end_to_end`` is what the
+``transfer`` is the sender's time from all verdicts to all checksums; ``end_to_end`` is what the
 engine's worker waits: pause, flush, push, load, continue. Seconds are medians, ratios within a run.
 """
 
@@ -378,7 +378,9 @@ def main() -> None:
                     ratios["end_to_end_of_ipc"] = (
                         steady["end_to_end"] / result["ipc"]["steady_push"]["end_to_end"]
                     )
-                ratios["first_of_steady"] = result["group"]["first_push_again"] / steady["transfer"]
+                group = result["group"]
+                ratios["first_of_steady"] = group["first_push"]["transfer"] / steady["transfer"]
+                ratios["first_again_of_steady"] = group["first_push_again"] / steady["transfer"]
                 result["ratios"] = {name: round(value, 3) for name, value in ratios.items()}
             result["conditions"] = conditions()
         finally:

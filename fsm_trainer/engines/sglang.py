@@ -120,7 +120,7 @@ class SglangServer(Server):
 
     def _quiesce(self) -> None:
         """End what an earlier worker has left in flight, or paused, on a server elsewhere."""
-        while self._process is None:
+        while self._process is None and self.ended is None:
             self._api.unpause()
             self._api.abort(None)
             try:
@@ -212,7 +212,7 @@ class SglangServer(Server):
     def pause(self, mode: PauseMode) -> None:
         """Stop drawing tokens; in place excepted, all requests have returned then."""
         self._api.pause(mode)
-        while mode is not PauseMode.IN_PLACE and self._generating:
+        while mode is not PauseMode.IN_PLACE and self._generating and self.ended is None:
             # SGLang parks a request that arrives just after the pause, and doesn't abort it.
             until = time.monotonic() + _LOOK
             while self._generating and time.monotonic() < until:

@@ -104,6 +104,7 @@ def serve(pipe: Connection, device: str) -> None:
     def join(membership: Membership) -> float:
         began = time.perf_counter()
         held["lease"] = Lease.open(membership, device)
+        held["sender"].ready(held["lease"])
         return time.perf_counter() - began
 
     def leave(abort: bool = False) -> float:

@@ -161,7 +161,7 @@ class EmbeddedServer:
 
     def join(self, membership: Membership) -> None:
         """Open the lease."""
-        self._link.join(membership, str(self._replica.device))
+        self._link.join(membership, str(self._replica.device), self._replica.ready)
 
     def leave(self) -> None:
         """Close the lease."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,14 +34,19 @@ class LinkEnd:
         self._revoked = False
         self._before = registered_groups()
 
-    def join(self, membership: Membership, device: str) -> None:
-        """Open the lease; a revocation may come meanwhile."""
+    def join(self, membership: Membership, device: str, ready: Callable[[Lease], None]) -> None:
+        """Open the lease and make ``ready`` for pushes; a revocation may come meanwhile."""
         from fsm_trainer.groups.lease import Lease
 
         self._revoked = False
         self.lease = Lease.open(membership, device)
         if self._revoked:
             self.revoke()
+        try:
+            ready(self.lease)
+        except BaseException:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """Close the lease."""

@@ -32,6 +32,7 @@ class Replica:
         _check_architecture(self._config.get_text_config(), folder)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise CapabilityMissing(f"device {device!r}: torch sees no CUDA device; use 'cpu'")
+        self._receiver = Receiver()
         self.release()
         self.specs = _specs(self.model)
 
@@ -42,7 +43,7 @@ class Replica:
 
     def release(self) -> None:
         """Let go of the weights: what is left has shapes and no memory."""
-        self.model, self._receiver = self._build(torch.device("meta")), Receiver()
+        self.model = self._build(torch.device("meta"))
 
     def give_back_memory(self) -> None:
         """Return freed memory to the device, and what the C heap keeps to the system."""
@@ -61,15 +62,18 @@ class Replica:
         for tensor in _tensors(self.model).values():
             tensor.detach().zero_()
 
+    def ready(self, lease: Lease) -> None:
+        """Make ready for pushes over a lease; see `sync.push.Receiver`."""
+        self._receiver.ready(lease, self._bind)
+
     def receive(self, lease: Lease, manifest: Manifest) -> None:
         """Receive every bucket straight into the weights; see `sync.push.Receiver`."""
+        self._receiver.receive(lease, manifest, self._bind)
+
+    def _bind(self, bucket: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         targets = _tensors(self.model)
-
-        def bind(bucket: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-            # The manifest fits `specs`: a name that isn't there is tied to one that is.
-            return copier((targets[name], bucket[name]) for name in bucket if name in targets)
-
-        self._receiver.receive(lease, manifest, bind)
+        # The manifest fits `specs`: a name that isn't there is tied to one that is.
+        return copier((targets[name], bucket[name]) for name in bucket if name in targets)
 
     def checksums(self) -> dict[str, str]:
         """Return a checksum for each tensor of ``specs``."""

@@ -33,6 +33,7 @@ from fsm_trainer.sync.manifest import Bucket, Manifest, Slot, TensorSpec
 from fsm_trainer.sync.push import Receiver
 
 if TYPE_CHECKING:
+    from fsm_trainer.groups.lease import Lease
     from fsm_trainer.groups.membership import Membership
 
 ON_SCHEDULER = ("learn", "reset_weights", "receive", "checksums")
@@ -149,7 +150,10 @@ class Agent:
 
     def join(self, membership: Membership) -> None:
         """Open the lease."""
-        self._link.join(membership, self._device)
+        self._link.join(membership, self._device, self._ready)
+
+    def _ready(self, lease: Lease) -> None:
+        self._receiver.ready(lease, self._bind)
 
     def leave(self) -> None:
         """Close the lease."""

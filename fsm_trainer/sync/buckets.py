@@ -12,7 +12,7 @@ import torch
 
 from fsm_trainer.machine.errors import ManifestMismatch, SelfCheckFailed
 from fsm_trainer.sync.checksums import raw_bytes
-from fsm_trainer.sync.manifest import Bucket, TensorSpec
+from fsm_trainer.sync.manifest import Bucket, Manifest, TensorSpec
 
 # After each bucket's bytes: its index and its length.
 TRAILER = 16
@@ -110,6 +110,19 @@ def settle(device: torch.device | str) -> None:
     """Wait for the work that is queued on a device; on the CPU nothing is."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def warm(device: torch.device) -> None:
+    """Load the kernels that pack, sum and copy: a device takes tens of ms at their first use."""
+    if device.type != "cuda":
+        return
+    specs = tuple(TensorSpec(str(kind), str(kind)[6:], (CHUNK,)) for kind in _FUSED)
+    [bucket] = Manifest(specs).buckets
+    flat = torch.zeros(bucket.bytes + TRAILER, dtype=torch.uint8, device=device)
+    parcel, checksum = Parcel(0, bucket, flat), Checksum()
+    parcel.fill((name, view.clone()) for name, view in parcel.views.items())
+    checksum.add(parcel)
+    checksum.value()
 
 
 class Checksum:

@@ -60,6 +60,7 @@ class _End:
 
     def __init__(self) -> None:
         self._lease: Lease | None = None
+        self._known: Manifest | None = None
         self._transport: Transport
 
     def _over(self, lease: Lease) -> Transport:
@@ -81,6 +82,10 @@ class _End:
 
 class Sender(_End):
     """The sending side; later pushes over the same lease reuse its two buckets."""
+
+    def ready(self, lease: Lease) -> None:
+        """Do, when a lease has opened, what its first push would have to wait for."""
+        self._over(lease).warm(self._known)
 
     def send(
         self,
@@ -115,12 +120,22 @@ class Sender(_End):
                 checksum.add(parcel)
             value = checksum.value()
         _acknowledge(lease, value, False)
+        self._known = manifest
         seconds = time.monotonic() - began
         return PushReport(manifest.bytes, seconds, len(manifest.buckets), version)
 
 
 class Receiver(_End):
     """The receiving side; later pushes over the same lease reuse its two buckets."""
+
+    def ready(self, lease: Lease, bind: Bind) -> None:
+        """Do, when a lease has opened, what its first push would have to wait for."""
+        way, manifest = self._over(lease), self._known
+        if manifest is not None:
+            for parcel in way.warm(manifest):
+                way.loads[parcel.index] = _bound(parcel, manifest, bind)
+        else:
+            way.warm(None)
 
     def receive(self, lease: Lease, manifest: Manifest, bind: Bind) -> PushReport:
         """Receive one push and load it bucket by bucket, tied names too, as ``bind`` says.
@@ -150,6 +165,7 @@ class Receiver(_End):
             finally:
                 # The error keeps this frame: a cycle would keep the buckets with it.
                 del error
+        self._known = manifest
         seconds = time.monotonic() - began
         return PushReport(manifest.bytes, seconds, len(manifest.buckets), Version(*version))
 
@@ -174,15 +190,19 @@ def _loaded(way: Transport, parcel: Parcel, manifest: Manifest, bind: Bind) -> E
     try:
         load = way.loads.get(parcel.index)
         if load is None:
-            views = parcel.views
-            tied = {alias: views[first] for alias, first in manifest.aliases if first in views}
-            load = bind(views | tied)
+            load = _bound(parcel, manifest, bind)
             if parcel.kept:
                 way.loads[parcel.index] = load
         load()
     except Exception as error:
         return error
     return None
+
+
+def _bound(parcel: Parcel, manifest: Manifest, bind: Bind) -> Callable[[], None]:
+    views = parcel.views
+    tied = {alias: views[first] for alias, first in manifest.aliases if first in views}
+    return bind(views | tied)
 
 
 # -- agreement -------------------------------------------------------------------------------------

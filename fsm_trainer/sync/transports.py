@@ -28,7 +28,7 @@ from fsm_trainer.machine.errors import (
     ManifestMismatch,
     SelfCheckFailed,
 )
-from fsm_trainer.sync.buckets import TRAILER, Parcel, settle
+from fsm_trainer.sync.buckets import TRAILER, Parcel, settle, warm
 from fsm_trainer.sync.checksums import raw_bytes
 from fsm_trainer.sync.manifest import Manifest
 from fsm_trainer.sync.memory import OFFER, attach, shared
@@ -46,6 +46,14 @@ class Transport(ABC):
         self._made: tuple[Manifest, list[Parcel]] | None = None
         self.loads: dict[int, Callable[[], None]] = {}
         """How to load each bucket, by its index, for as long as the buckets stay."""
+
+    def warm(self, manifest: Manifest | None) -> list[Parcel]:
+        """Make ready for a push, which ``manifest`` describes if it is as the last one was.
+
+        Returns the buckets that are made, if any can be before all ends agree.
+        """
+        warm(self._device)
+        return []
 
     def known(self, manifest: Manifest) -> Manifest:
         """The same manifest as of the push before, if it is: that one has counted its buckets."""
@@ -95,6 +103,13 @@ class Transport(ABC):
 
 class GroupTransport(Transport):
     """``group``: broadcasts over the lease's own group, NCCL's or gloo's."""
+
+    def warm(self, manifest: Manifest | None) -> list[Parcel]:
+        super().warm(manifest)
+        if manifest is None:
+            return []
+        self.prepare(manifest)
+        return [parcel for parcel in self._parcels(manifest) if parcel.views]
 
     def outgoing(self, manifest: Manifest) -> Iterator[Parcel]:
         flying: deque[Pending] = deque()

@@ -117,7 +117,12 @@ class ActorHost(TrainerHost):
     def _open(self, effect: Effect) -> None:
         if self.place.rank == 0:
             membership = self.place.membership(self.lifecycle.world, effect)
-            self._lease = Lease.open(membership, str(self.trainer.device))
+            lease = self._lease = Lease.open(membership, str(self.trainer.device))
+            try:
+                self._sender.ready(lease)
+            except BaseException:
+                self._close(effect)
+                raise
 
     def _close(self, effect: Effect) -> None:
         lease, self._lease = self._lease, None

@@ -84,6 +84,19 @@ def receive(held: Held, named: Weights, bucket: int = BUCKET) -> Any:
     return report.bytes, report.buckets, report.version, checksums(into.items())
 
 
+def memory_of(held: Held, side: str) -> tuple[int, int]:
+    """How many buckets an end has made, and where the first one lies."""
+    made = held[side]._transport._made
+    return (len(made[1]), made[1][0].flat.data_ptr()) if made else (0, 0)
+
+
+def ready(held: Held, side: str) -> tuple[int, int]:
+    """Make an end ready for a push, over a lease that has just opened; see `memory_of`."""
+    bind = [each(lambda bucket: [held["into"][name].copy_(t) for name, t in bucket.items()])]
+    held[side].ready(held["lease"], *(bind if side == "receiver" else []))
+    return memory_of(held, side)
+
+
 def each(load: Callable[[Mapping[str, torch.Tensor]], object]) -> Bind:
     """Call ``load`` with the tensors of each bucket."""
     return lambda views: lambda: load(views) and None

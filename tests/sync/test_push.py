@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from fsm_trainer.sync.buckets import CHUNK, TRAILER, Checksum, Parcel
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import ITEM_SIZE, Bucket, Manifest, TensorSpec
 from tests.groups import members
-from tests.groups.world import Answer
+from tests.groups.world import Answer, World
 from tests.sync import pushes
 from tests.sync.conftest import Link
 
@@ -107,6 +108,24 @@ def test_tensors_in_another_order_are_refused_and_end_the_lease(link: Link) -> N
     assert name == "ManifestMismatch"
     assert "in its order" in text
     assert sender.call(members.usable).get() is False
+
+
+def test_a_push_like_the_last_one_finds_its_buckets_made(world: World, tmp_path: Path) -> None:
+    link, named = Link(world, "group", tmp_path), pushes.weights(seed=5)
+    for expected in (False, True):
+        processes = link.open(2)
+        sides = list(zip(processes, ("sender", "receiver"), strict=True))
+        if expected:
+            made = results([process.call(pushes.ready, side) for process, side in sides])
+            assert all(count > 2 for count, _ in made)
+        sent, got = results(
+            [processes[0].call(pushes.send, named), processes[1].call(pushes.receive, named)]
+        )
+        assert sent == got
+        if expected:
+            assert results([p.call(pushes.memory_of, side) for p, side in sides]) == made
+        link.close()
+    assert link.left() == []
 
 
 def test_a_receiver_that_cannot_load_fails_the_push_everywhere_and_blocks_nobody(

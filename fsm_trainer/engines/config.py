@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field, Tag, field_validator
 
 
 class EngineSettings(BaseModel, extra="forbid", frozen=True):
@@ -39,6 +39,13 @@ class EmbeddedConfig(EngineSettings, extra="forbid", frozen=True):
     """KV cache positions in use at once, padding included; further requests wait their turn."""
 
 
+_OURS = frozenset((
+    "model_path", "host", "port", "api_key", "dtype", "device", "base_gpu_id", "tp_size",
+    "skip_tokenizer_init", "load_format", "custom_weight_loader", "enable_deterministic_inference",
+    "enable_memory_saver", "mem_fraction_static",
+))  # fmt: skip
+
+
 class SglangConfig(EngineSettings, extra="forbid", frozen=True):
     """SGLang 0.5.17 or newer, started by the worker or running elsewhere."""
 
@@ -64,6 +71,17 @@ class SglangConfig(EngineSettings, extra="forbid", frozen=True):
 
     arguments: dict[str, Any] = {}
     """Further arguments of SGLang's server, by their names there: ``attention_backend: triton``."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _are_not_ours(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        ours = sorted(_OURS & arguments.keys())
+        if ours:
+            raise ValueError(
+                f"{', '.join(ours)} can't be set here: use the field of rollout.engine that stands "
+                "for it; what has none is fixed by how weights are pushed"
+            )
+        return arguments
 
 
 def _kind(value: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from fsm_trainer.data.child import PROMPT
 from fsm_trainer.engines.config import SglangConfig
 from fsm_trainer.engines.contract import Completion, Finish, PauseMode, Request, Tag
-from fsm_trainer.machine.errors import ActionFailed, CapabilityMissing, ConfigError, EngineFailed
+from fsm_trainer.machine.errors import ActionFailed, CapabilityMissing, EngineFailed
 from fsm_trainer.machine.version import Version
 
 OLDEST = (0, 5, 17)
@@ -193,12 +193,6 @@ def command(model: str, url: str, key: str, config: SglangConfig) -> list[str]:
         "log_level": "error",
         "mem_fraction_static": config.memory_fraction,
     }
-    ours = {*given, "url"} & config.arguments.keys()
-    if ours:
-        raise ConfigError(
-            f"rollout.engine.arguments: {', '.join(sorted(ours))} is not yours to set there; "
-            "remove it, or use the field of rollout.engine that stands for it"
-        )
     words: list[str] = []
     for name, value in {**given, **config.arguments}.items():
         if value is not None and value is not False:

@@ -230,6 +230,10 @@ MISTAKES = {
         "workers: 2", "engine: {kind: sglang} # HERE", "rollout.engine.kind", "'sglang'",
         "write embedded",
     ),
+    "an argument of SGLang that is ours": Mistake(
+        "workers: 2", "engine: {kind: sglang, arguments: {port: 1}} # HERE",
+        "rollout.engine.arguments", "port", "Use the field",
+    ),
     "an engine that shares what it spans": Mistake(
         "rollout:\n", "cluster: {share_devices: true}\nrollout:\n"
         "  engine: {kind: sglang, tensor_parallel: 2} # HERE\n",

@@ -27,9 +27,9 @@ from fsm_trainer.engines.link_end import LinkEnd, Vitals, portable, resident_byt
 from fsm_trainer.engines.process import Answer, Call, hang_up
 from fsm_trainer.engines.replica import layout
 from fsm_trainer.machine.errors import CapabilityMissing
-from fsm_trainer.sync.buckets import copier
+from fsm_trainer.sync.buckets import Parcel, copier
 from fsm_trainer.sync.checksums import checksums
-from fsm_trainer.sync.manifest import Bucket, Manifest, Slot, TensorSpec
+from fsm_trainer.sync.manifest import Bucket, Manifest, TensorSpec
 from fsm_trainer.sync.push import Receiver
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Agent:
         self._link.revoke()
 
     def note(self, tag: str, asleep: bool) -> None:
-        """Memory is about to be released, or was mapped again."""
+        """Memory was released, or mapped again."""
         (_asleep.add if asleep else _asleep.discard)(tag)
 
     def asleep(self) -> list[str]:
@@ -205,7 +205,7 @@ class Agent:
 
     def _learn(self, bucket: Bucket) -> None:
         flat = torch.zeros(bucket.bytes, dtype=torch.uint8, device=self._device)
-        views = {slot.spec.name: _view(flat, slot) for slot in bucket.slots}
+        views = Parcel(0, bucket, flat).views
         starts = {view.data_ptr(): (name, view) for name, view in views.items() if view.numel()}
         with _Copies(flat) as seen:
             self._load_weights(list(views.items()))
@@ -278,12 +278,6 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if source.untyped_storage().data_ptr() == self._flat:
                 self.copies.append((source, target))
         return func(*args, **(kwargs or {}))
-
-
-def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    spec = slot.spec
-    raw = flat[slot.offset : slot.offset + spec.bytes]
-    return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def _parallel_group() -> Any:

@@ -5,7 +5,8 @@
 A process with weights of the shape on the last device pushes them to one engine on the first one
 (on one device between two processes NCCL 2.30 is needed, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``).
 ``transfer`` is the sender's time from all verdicts to all checksums; ``end_to_end`` is what the
-engine's worker waits: pause, flush, push, load, continue. Seconds are medians, ratios within a run.
+engine's worker waits: pause, flush, push (with its loading), continue. Seconds are medians, ratios
+within a run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -190,7 +191,6 @@ class Bench:
     def places(self, kind: str) -> tuple[Membership, Membership]:
         """A new epoch."""
         self.epoch += 1
-        names = ("sender", "engine")
         names, store = ("sender", "engine"), self.rendezvous.address
         link = f"bench-{kind}"
         ours, theirs = (
@@ -218,75 +218,98 @@ class Bench:
         self.sender.end()
         return time.perf_counter() - began
 
-    def push(self, manifest: Manifest) -> tuple[float, float]:
-        """One push; transfer and end to end."""
+    def push(self, manifest: Manifest) -> dict[str, float]:
+        """One push; seconds of its transfer, end to end, and of the parts of that."""
         self.version += 1
         version = Version(0, self.version)
-        began = time.perf_counter()
-        self.engine.pause(PauseMode.ABORT)
-        self.engine.flush()
-        self.sender.start("push", manifest, version)
-        self.engine.begin_update(manifest)
-        self.engine.receive()
-        self.engine.end_update(version)
-        self.engine.unpause()
-        seconds = time.perf_counter() - began
-        return self.sender.end(), seconds
+
+        def push() -> None:
+            self.sender.start("push", manifest, version)
+            self.engine.begin_update(manifest)
+            self.engine.receive()
+            self.engine.end_update(version)
+
+        parts: dict[str, Callable[[], None]] = {
+            "pause": lambda: self.engine.pause(PauseMode.ABORT),
+            "flush": self.engine.flush,
+            "push": push,
+            "continue": self.engine.unpause,
+        }
+        spent = {}
+        for name, part in parts.items():
+            began = time.perf_counter()
+            part()
+            spent[name] = time.perf_counter() - began
+        return {"transfer": self.sender.end(), "end_to_end": sum(spent.values()), **spent}
 
 
-@contextmanager
-def peak_of_devices(found: dict[str, float]) -> Iterator[None]:
-    """Sample how much the devices hold together beyond what they held before, in bytes."""
-    try:
-        import pynvml
-    except ImportError:
-        yield
-        return
-    pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+class Devices:
+    """What each device holds, for all its processes, in bytes."""
 
-    def used() -> int:
-        return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
+    def __init__(self) -> None:
+        try:
+            import pynvml
 
-    before, most, over = used(), [0], threading.Event()
+            pynvml.nvmlInit()
+        except Exception:  # there are no devices
+            self._handles: list[Any] = []
+            return
+        self._ask = pynvml.nvmlDeviceGetMemoryInfo
+        count = pynvml.nvmlDeviceGetCount()
+        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
 
-    def sample() -> None:
-        while not over.wait(0.002):
-            most[0] = max(most[0], used())
+    def used(self) -> list[int]:
+        """Now, by device."""
+        return [int(self._ask(handle).used) for handle in self._handles]
 
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(DEADLINE)
-        found["extra_device_bytes"] = max(most[0] - before, 0)
+    @contextmanager
+    def peak(self, most: list[int]) -> Iterator[None]:
+        """Sample meanwhile, and leave in ``most`` how far each device rose."""
+        before, over = self.used(), threading.Event()
+        most[:] = [0] * len(before)
+
+        def sample() -> None:
+            while not over.wait(0.001):
+                rise = [now - then for now, then in zip(self.used(), before, strict=True)]
+                most[:] = map(max, most, rise)
+
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(DEADLINE)
 
 
-def median(values: list[float]) -> float:
+def median(values: Iterable[float]) -> float:
     """In seconds, to the microsecond."""
     return round(statistics.median(values), 6)
 
 
+def medians(pushes: list[dict[str, float]]) -> dict[str, float]:
+    """Of several pushes, part by part."""
+    return {name: median(push[name] for push in pushes) for name in pushes[0]}
+
+
 def measure(bench: Bench, kind: str, manifest: Manifest, pushes: int) -> dict[str, Any]:
     """One kind of link."""
-    found: dict[str, Any] = {"connect": round(bench.connect(kind), 4)}
-    with peak_of_devices(found):
+    devices, peak = Devices(), list[int]()
+    with devices.peak(peak):
+        found: dict[str, Any] = {"connect": round(bench.connect(kind), 4)}
+    found["connect_device_bytes"] = list(peak)
+    with devices.peak(peak):
         first = bench.push(manifest)
-    steady = [bench.push(manifest) for _ in range(pushes)]
-    found |= {
-        "first_push": {"transfer": round(first[0], 6), "end_to_end": round(first[1], 6)},
-        "steady_push": {
-            "transfer": median([one for one, _ in steady]),
-            "end_to_end": median([one for _, one in steady]),
-        },
-    }
+    found["first_push_device_bytes"] = list(peak)
+    with devices.peak(peak):
+        steady = [bench.push(manifest) for _ in range(pushes)]
+    found["steady_push_device_bytes"] = list(peak)
+    found |= {"first_push": medians([first]), "steady_push": medians(steady)}
     again: dict[str, list[float]] = {"disconnect": [], "reconnect": [], "first_push_again": []}
-    for _ in range(3):
+    for _ in range(5):
         again["disconnect"].append(bench.disconnect())
         again["reconnect"].append(bench.connect(kind))
-        again["first_push_again"].append(bench.push(manifest)[0])
+        again["first_push_again"].append(bench.push(manifest)["transfer"])
     aborted = bench.disconnect(abort=True)
     found["reconnect_after_abort"] = round(bench.connect(kind), 4)
     found |= {name: median(values) for name, values in again.items()} | {"abort": round(aborted, 4)}

@@ -68,6 +68,10 @@ class Group:
             work.wait()
         return True
 
+    def orders(self, work: Work) -> bool:
+        """Whether what is queued from now on comes after the work, without waiting for it here."""
+        return False
+
     def abort(self) -> None:
         """End what is in flight, where the backend can; callable from any thread.
 
@@ -109,6 +113,11 @@ class NcclGroup(Group):
             # A bucket takes a millisecond over NVLink: a nap of a fifth would show.
             time.sleep(0 if waited < 0.005 else 0.0002)
         work.wait()
+        return True
+
+    def orders(self, work: Work) -> bool:
+        # Not wait(): with TORCH_NCCL_BLOCKING_WAIT that one blocks, without our deadline.
+        work.synchronize()
         return True
 
     def abort(self) -> None:

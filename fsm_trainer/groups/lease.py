@@ -192,13 +192,14 @@ class Lease:
         while not done:
             if self._end is not None:
                 raise self._over(pending.what)
+            # Looked at once whatever the time: who asks late may find it done.
             left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._failed(pending, TimeoutError("no answer in time"))
             try:
-                done = pending.done(min(WATCH / 2, left))
+                done = pending.done(min(WATCH / 2, max(left, 0.001)))
             except RuntimeError as error:
                 raise self._failed(pending, error) from error.with_traceback(None)
+            if not done and left <= 0:
+                raise self._failed(pending, TimeoutError("no answer in time"))
         self._pending.discard(pending)
         # After an abort a collective may end without an error: its result counts only if the
         # lease is still good now.
@@ -327,7 +328,10 @@ class Lease:
 
 
 class Pending:
-    """An operation in flight: its tensors belong to the backend until :meth:`wait` returns."""
+    """An operation in flight: its tensors belong to the backend until :meth:`wait` returns.
+
+    On a device, work that is queued after :meth:`before_next` may use them too.
+    """
 
     def __init__(self, lease: Lease, what: str) -> None:
         self._lease, self.what, self.began = lease, what, time.monotonic()
@@ -336,8 +340,17 @@ class Pending:
         self.poll: Callable[[Work, float], bool]
 
     def wait(self) -> None:
-        """Return when it is done; raises as :class:`Lease` says. Call it once."""
+        """Return when it is done; raises as :class:`Lease` says."""
         self._lease._wait(self)
+
+    def before_next(self) -> None:
+        """Have the device do what is queued from now on after it; on the CPU, wait for it.
+
+        Whether it succeeds is not known before :meth:`wait`.
+        """
+        work, group = self.work, self._lease._group
+        if work is None or group is None or not group.orders(work):
+            self.wait()
 
     def done(self, seconds: float) -> bool:
         """Wait at most ``seconds``; whether it is done. Raises the backend's error."""

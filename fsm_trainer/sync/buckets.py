@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 
@@ -14,19 +15,26 @@ from fsm_trainer.machine.errors import ManifestMismatch, SelfCheckFailed
 from fsm_trainer.sync.checksums import raw_bytes
 from fsm_trainer.sync.manifest import Bucket, Manifest, TensorSpec
 
-# After each bucket's bytes: its index and its length.
+# At the end of each bucket: its index and its length.
 TRAILER = 16
-# Bytes that are summed together.
+# Bytes that are summed together; buckets travel in whole ones.
 CHUNK = 64 * 1024
+# Buckets that may be on their way, or being summed, before the host looks at the first of them.
+AHEAD = 3
 # Of these a whole list is copied in one launch; others are copied one by one.
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+def travelling_bytes(bucket: Bucket) -> int:
+    """How long a bucket is in memory: its tensors, zeros, and the trailer, in whole chunks."""
+    return -(-(bucket.bytes + TRAILER) // CHUNK) * CHUNK
+
+
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """One bucket of a push in memory; ``flat`` ``[bucket.bytes + TRAILER]`` of bytes.
+    """One bucket of a push in memory; ``flat`` ``[travelling_bytes(bucket)]`` of bytes.
 
     It is kept over pushes, and with it what is the same each time: to look at hundreds of tensors
     takes longer than their bytes do on a fast link.
@@ -53,37 +61,51 @@ class Parcel:
         return torch.tensor([self.index, self.bucket.bytes], dtype=torch.int64).view(torch.uint8)
 
     @cached_property
-    def _seal(self) -> torch.Tensor:
-        return self.trailer.to(self.flat.device)
+    def _seal(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What follows the tensors, and its place."""
+        place = self.flat[self.bucket.bytes :]
+        seal = torch.zeros(place.numel(), dtype=torch.uint8)
+        seal[-TRAILER:] = self.trailer
+        return seal.to(self.flat.device), place
+
+    @cached_property
+    def _targets(self) -> list[tuple[list[str], list[torch.Tensor]]]:
+        """Names and views, those of one dtype together."""
+        alike = defaultdict[torch.dtype, dict[str, torch.Tensor]](dict)
+        for name, view in self.views.items():
+            alike[view.dtype][name] = view
+        return [([*group], [*group.values()]) for group in alike.values()]
 
     def fill(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Take this bucket's tensors, in any order, from ``pairs``, and no further one.
 
         They must live until all of them are there. Raises ManifestMismatch on other tensors.
         """
-        missing, found = dict(self.views), list[Pair]()
-        while missing:
-            name, tensor = next(pairs, ("the end", None))
-            view = missing.pop(name, None)
-            if tensor is None or view is None or _unlike(tensor, view):
-                want = ", ".join([*missing][:4]) if view is None else TensorSpec.of(name, view)
-                other = "" if tensor is None else TensorSpec.of(name, tensor)
+        found = dict(islice(pairs, len(self.views)))
+        for name, view in self.views.items():
+            tensor = found.get(name)
+            if tensor is None or tensor.dtype is not view.dtype or tensor.shape != view.shape:
+                other = [name] if tensor is not None else [n for n in found if n not in self.views]
+                said = ", ".join(str(TensorSpec.of(n, found[n])) for n in other[:4]) or "the end"
                 raise ManifestMismatch(
-                    f"bucket {self.index}: expected {want}, found {name} {other}. "
+                    f"bucket {self.index}: expected {TensorSpec.of(name, view)}, found {said}. "
                     "Pass the manifest's tensors in its order"
                 )
-            found.append((view, tensor))
-        copy_all(found)
-        self.flat[self.bucket.bytes :].copy_(self._seal)
+        for names, targets in self._targets:
+            _copy(targets, [found[name] for name in names])
+        seal, place = self._seal
+        place.copy_(seal)
 
 
-def _unlike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype is not other.dtype or one.shape != other.shape
-
-
-def copy_all(pairs: Iterable[Pair]) -> None:
-    """Copy the second of each pair into the first: on a device, in few launches."""
-    copier(pairs)()
+# Engines make their weights in inference mode, where alone they may be written.
+@torch.inference_mode()
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors of one dtype each: on a device, in few launches."""
+    if targets[0].dtype is sources[0].dtype and targets[0].dtype in _FUSED:
+        torch._foreach_copy_(targets, sources)
+    else:
+        for into, source in zip(targets, sources, strict=True):
+            into.copy_(source)
 
 
 def copier(pairs: Iterable[Pair]) -> Callable[[], None]:
@@ -91,17 +113,11 @@ def copier(pairs: Iterable[Pair]) -> Callable[[], None]:
     alike = defaultdict[tuple[torch.dtype, torch.dtype], list[Pair]](list)
     for into, source in pairs:
         alike[into.dtype, source.dtype].append((into, source))
-    lists = [([into for into, _ in g], [source for _, source in g], k) for k, g in alike.items()]
+    lists = [([into for into, _ in group], [one for _, one in group]) for group in alike.values()]
 
-    # Engines make their weights in inference mode, where alone they may be written.
-    @torch.inference_mode()
     def copy() -> None:
-        for targets, sources, (one, other) in lists:
-            if one == other and one in _FUSED:
-                torch._foreach_copy_(targets, sources)
-            else:
-                for into, source in zip(targets, sources, strict=True):
-                    into.copy_(source)
+        for targets, sources in lists:
+            _copy(targets, sources)
 
     return copy
 
@@ -118,7 +134,7 @@ def warm(device: torch.device) -> None:
         return
     specs = tuple(TensorSpec(str(kind), str(kind)[6:], (CHUNK,)) for kind in _FUSED)
     [bucket] = Manifest(specs).buckets
-    flat = torch.zeros(bucket.bytes + TRAILER, dtype=torch.uint8, device=device)
+    flat = torch.zeros(travelling_bytes(bucket), dtype=torch.uint8, device=device)
     parcel, checksum = Parcel(0, bucket, flat), Checksum()
     parcel.fill((name, view.clone()) for name, view in parcel.views.items())
     checksum.add(parcel)
@@ -133,26 +149,26 @@ class Checksum:
     several by amounts that cancel out. Hashing the bytes themselves took longer than their way.
 
     A bucket's bytes may change once :meth:`add` has returned: on a device, once the work that was
-    queued before is done. Device sums are looked at one bucket late, so that nothing waits.
+    queued before is done. Device sums are looked at ``AHEAD`` buckets late, so that nothing waits.
     """
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._waiting: deque[tuple[Parcel, list[torch.Tensor], torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[Parcel, torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, parcel: Parcel) -> None:
-        """Add one bucket; raises SelfCheckFailed when it or the one before isn't what it claims."""
-        flat = parcel.flat
-        whole = flat.numel() - flat.numel() % CHUNK
-        words = flat[:whole].view(torch.int64).view(-1, CHUNK // 8)
-        parts = [words.sum(dim=1), flat[whole:], flat[-TRAILER:]]
+        """Add one bucket; raises SelfCheckFailed when it or one before isn't what it claims."""
+        words = parcel.flat.view(torch.int64)
+        parts = torch.cat([words.view(-1, CHUNK // 8).sum(dim=1), words[-TRAILER // 8 :]])
         event = None
-        if flat.is_cuda:
-            parts = [_pinned(part) for part in parts]
+        if parts.is_cuda:
+            parts = torch.empty_like(parts, device="cpu", pin_memory=True).copy_(
+                parts, non_blocking=True
+            )
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(flat.device))
+            event.record(torch.cuda.current_stream(parcel.flat.device))
         self._waiting.append((parcel, parts, event))
-        self._look(ahead=0 if event is None else 1)
+        self._look(ahead=0 if event is None else AHEAD)
 
     def value(self) -> bytes:
         """Return 32 bytes."""
@@ -164,16 +180,11 @@ class Checksum:
             parcel, parts, event = self._waiting.popleft()
             if event is not None:
                 event.synchronize()
-            for part in parts:
-                self._hash.update(raw_bytes(part))
-            if not torch.equal(parts[-1], parcel.trailer):
+            self._hash.update(raw_bytes(parts))
+            trailer = parts[-TRAILER // 8 :].view(torch.uint8)
+            if not torch.equal(trailer, parcel.trailer):
                 raise SelfCheckFailed(
                     f"bucket {parcel.index} of {parcel.bucket.bytes:,} bytes ends with "
-                    f"{parts[-1].tolist()}: another length, or another operation's bytes. "
+                    f"{trailer.tolist()}: another length, or another operation's bytes. "
                     "The weights are torn; push again under a new epoch"
                 )
-
-
-def _pinned(part: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-    return host.copy_(part, non_blocking=True)

@@ -31,6 +31,8 @@ HERE = find_spec("sglang") is not None
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the engines live: cpu, or cuda")
+    parser.addoption("--rounds", default=12, type=int, help="how many the fuzzed test goes")
+    parser.addoption("--result", help="where the fuzzed test writes what faults cost")
 
 
 @dataclass(frozen=True)

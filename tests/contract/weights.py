@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,6 +47,10 @@ def leave(held: dict[str, Any]) -> None:
     held.pop("lease").close()
 
 
+def revoke(held: dict[str, Any]) -> None:
+    held["lease"].revoke("the test revokes it")
+
+
 def send(
     held: dict[str, Any], specs: Sequence[TensorSpec], named: Iterable[tuple[str, torch.Tensor]]
 ) -> PushReport:
@@ -64,6 +69,19 @@ def die_within_a_push(held: dict[str, Any], specs: Sequence[TensorSpec], seed: i
         os.kill(os.getpid(), signal.SIGKILL)
 
     send(held, specs, until_the_middle())
+
+
+def push_and_wait(held: dict[str, Any], specs: Sequence[TensorSpec]) -> None:
+    """Send the first bucket, and no more before the lease is over."""
+
+    def until_it_is_over() -> Iterator[tuple[str, torch.Tensor]]:
+        named = list(weights(specs, 0).items())
+        yield from named[: len(named) // 2]
+        while held["lease"].usable:
+            time.sleep(0.01)
+        yield from named[len(named) // 2 :]
+
+    send(held, specs, until_it_is_over())
 
 
 def push_nan(held: dict[str, Any], specs: Sequence[TensorSpec]) -> None:

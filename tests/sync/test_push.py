@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsm_trainer.machine.version import Version
-from fsm_trainer.sync.buckets import CHUNK, TRAILER, Checksum, Parcel
+from fsm_trainer.sync.buckets import CHUNK, TRAILER, Checksum, Parcel, travelling_bytes
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import ITEM_SIZE, Bucket, Manifest, TensorSpec
 from tests.groups import members
@@ -72,8 +72,8 @@ def test_both_sides_keep_their_two_buckets_over_pushes(link: Link) -> None:
         )
 
     assert kept[0] == kept[1]
-    # Both together: twice the largest bucket, big, and 16 bytes; in multiples of 256.
-    assert [numel for _, numel in kept[0]] == [2 * 2560] * 2
+    # Both together: twice the largest bucket, big, which travels as one chunk.
+    assert [numel for _, numel in kept[0]] == [2 * CHUNK] * 2
 
 
 def test_another_manifest_is_refused_before_any_tensor_and_the_lease_stays_good(
@@ -291,7 +291,7 @@ def test_any_mix_of_dtypes_and_shapes_leaves_its_buckets_as_it_entered_them(
 
     left, pairs = {}, iter(named.items())
     for index, bucket in enumerate(manifest.buckets):
-        flat = torch.empty(bucket.bytes + TRAILER, dtype=torch.uint8)
+        flat = torch.empty(travelling_bytes(bucket), dtype=torch.uint8)
         parcel = Parcel(index, bucket, flat)
         parcel.fill(pairs)
         left.update(parcel.views)
@@ -303,7 +303,7 @@ def test_any_mix_of_dtypes_and_shapes_leaves_its_buckets_as_it_entered_them(
 
 
 def test_a_checksum_sees_every_byte_and_where_its_chunk_is() -> None:
-    flat = torch.randint(0, 256, (3 * CHUNK + 4000 + TRAILER,), dtype=torch.uint8)
+    flat = torch.randint(0, 256, (4 * CHUNK,), dtype=torch.uint8)
     parcel = Parcel(0, Bucket((), flat.numel() - TRAILER), flat)
     flat[-TRAILER:] = parcel.trailer
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import multiprocessing
 import statistics
 import time
@@ -24,7 +23,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from benchmarks.smoke import conditions
+from benchmarks.machine import write
 from fsm_trainer.groups.lease import Lease, Membership
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 
@@ -196,12 +195,7 @@ def main() -> None:
         }
         if chosen.backend == "nccl":
             result[way]["device_bytes_given_back"] = told[0][2][way]
-    result |= {"epochs": chosen.epochs, "conditions": conditions()}
-    text = json.dumps(result, indent=1)
-    print(text)
-    if chosen.result is not None:
-        chosen.result.parent.mkdir(parents=True, exist_ok=True)
-        chosen.result.write_text(text + "\n")
+    write(result | {"epochs": chosen.epochs}, chosen.result)
 
 
 if __name__ == "__main__":

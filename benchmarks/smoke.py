@@ -1,19 +1,15 @@
 """A short run of the real stack, with what it came to as one JSON file.
 
-    python benchmarks/smoke.py examples/quickstart.yaml --result FILE --set steps=5 ...
+    python -m benchmarks.smoke examples/quickstart.yaml --result FILE --set steps=5 ...
 
 Runs ``fsm-train run`` and ``fsm-train trace``, and reports the medians of each phase and of each
-transition, the held-out rewards, and the conditions: date, hardware, versions, command.
+transition, the held-out rewards, what the devices held while all trainers slept, and the
+conditions: date, hardware, versions.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import importlib.metadata
-import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,36 +19,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import Devices, write
 from fsm_trainer.runtime.journal import read_journal
 from fsm_trainer.runtime.metrics import read_metrics
 
-PACKAGES = ("torch", "deepspeed", "transformers", "ray", "sglang", "transitions")
+# Seconds.
 DEADLINE = 540.0
-
-
-def conditions() -> dict[str, Any]:
-    """The hardware and the versions."""
-    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    import torch
-
-    found["cpus"] = os.cpu_count()
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
-        found["nccl"] = _nccl()
-    found["environment"] = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
-    return found
-
-
-def _nccl() -> int:
-    """The version of the library that is loaded, not of the one that torch was built with."""
-    version = ctypes.c_int()
-    ctypes.CDLL(None).ncclGetVersion(ctypes.byref(version))
-    return version.value
+# Between two looks at what the devices hold.
+LOOK = 0.02
 
 
 def figures(folder: Path) -> dict[str, Any]:
@@ -76,6 +50,26 @@ def figures(folder: Path) -> dict[str, Any]:
     }
 
 
+def asleep(folder: Path, seen: list[tuple[float, list[int]]]) -> list[int] | None:
+    """What each device held, in bytes, while every trainer slept: the median after the warm-up."""
+    trainers = [
+        entry
+        for entry in read_journal(folder / "journal.jsonl")
+        if entry.role != "rollout" and entry.ok and entry.source != entry.dest
+    ]
+    state: dict[str, str] = {}
+    windows: list[tuple[float, float]] = []
+    since = None
+    for entry in trainers:
+        if since is not None:  # it began to move earlier than it had
+            windows.append((since, entry.time - entry.seconds))
+        state[entry.worker] = entry.dest
+        since = entry.time if set(state.values()) == {"sleeping"} else None
+    # The first windows are those of the start.
+    found = [used for at, used in seen for begin, end in windows[3:] if begin < at < end]
+    return [int(statistics.median(column)) for column in zip(*found, strict=True)] or None
+
+
 def _median(values: list[float]) -> float | None:
     return round(statistics.median(values), 5) if values else None
 
@@ -91,17 +85,18 @@ def main() -> None:
         folder = Path(scratch) / "run"
         overrides = [part for text in chosen.overrides for part in ("--set", text)]
         command = [sys.executable, "-m", "fsm_trainer.cli.main"]
-        began = time.monotonic()
-        ran = subprocess.run(
-            [*command, "run", str(chosen.config), "--out", str(folder), *overrides],
-            timeout=DEADLINE,
-            check=False,
-        )
+        began, seen, devices = time.monotonic(), list[tuple[float, list[int]]](), Devices()
+        before = devices.used()
+        with devices.watch(seen, LOOK):
+            ran = subprocess.run(
+                [*command, "run", str(chosen.config), "--out", str(folder), *overrides],
+                timeout=DEADLINE,
+                check=False,
+            )
         result: dict[str, Any] = {
             "command": f"fsm-train run {chosen.config} {' '.join(overrides)}",
             "exit": ran.returncode,
             "seconds": round(time.monotonic() - began, 1),
-            "conditions": conditions(),
         }
         if ran.returncode == 0:
             traced = subprocess.run(
@@ -113,11 +108,11 @@ def main() -> None:
             )
             result |= {"conforms": traced.returncode == 0, "trace": traced.stdout.strip()}
             result |= figures(folder)
+            result["device_bytes"] = {"before": before, "trainers_asleep": asleep(folder, seen)}
         else:
             log = folder / "run.log.jsonl"
             result["log"] = log.read_text().splitlines()[-20:] if log.exists() else []
-        chosen.result.parent.mkdir(parents=True, exist_ok=True)
-        chosen.result.write_text(json.dumps(result, indent=1) + "\n")
+        write(result, chosen.result)
         sys.exit(ran.returncode)
 
 

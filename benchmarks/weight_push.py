@@ -16,15 +16,13 @@ import json
 import multiprocessing
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.smoke import conditions
+from benchmarks.machine import Devices, write
 from fsm_trainer.engines.config import EmbeddedConfig, SglangConfig
 from fsm_trainer.engines.contract import Engine, PauseMode, Tag
 from fsm_trainer.engines.embedded import EmbeddedEngine
@@ -243,45 +241,6 @@ class Bench:
         return {"transfer": self.sender.end(), "end_to_end": sum(spent.values()), **spent}
 
 
-class Devices:
-    """What each device holds, for all its processes, in bytes."""
-
-    def __init__(self) -> None:
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-        except Exception:  # there are no devices
-            self._handles: list[Any] = []
-            return
-        self._ask = pynvml.nvmlDeviceGetMemoryInfo
-        count = pynvml.nvmlDeviceGetCount()
-        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-
-    def used(self) -> list[int]:
-        """Now, by device."""
-        return [int(self._ask(handle).used) for handle in self._handles]
-
-    @contextmanager
-    def peak(self, most: list[int]) -> Iterator[None]:
-        """Sample meanwhile, and leave in ``most`` how far each device rose."""
-        before, over = self.used(), threading.Event()
-        most[:] = [0] * len(before)
-
-        def sample() -> None:
-            while not over.wait(0.001):
-                rise = [now - then for now, then in zip(self.used(), before, strict=True)]
-                most[:] = map(max, most, rise)
-
-        thread = threading.Thread(target=sample, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join(DEADLINE)
-
-
 def median(values: Iterable[float]) -> float:
     """In seconds, to the microsecond."""
     return round(statistics.median(values), 6)
@@ -406,16 +365,11 @@ def main() -> None:
                 ratios["first_of_steady"] = group["first_push"]["transfer"] / steady["transfer"]
                 ratios["first_again_of_steady"] = group["first_push_again"] / steady["transfer"]
                 result["ratios"] = {name: round(value, 3) for name, value in ratios.items()}
-            result["conditions"] = conditions()
         finally:
             engine.stop()
             sender.close()
             peer.close()
-    text = json.dumps(result, indent=1)
-    print(text)
-    if chosen.result is not None:
-        chosen.result.parent.mkdir(parents=True, exist_ok=True)
-        chosen.result.write_text(text + "\n")
+    write(result, chosen.result)
 
 
 if __name__ == "__main__":

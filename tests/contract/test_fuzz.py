@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.smoke import conditions
+from benchmarks.machine import write
 from fsm_trainer.engines.contract import Request, Tag
 from fsm_trainer.machine.errors import EngineFailed, FsmError, LeaseExpired, PeerLost, Refused
 from fsm_trainer.sync.checksums import checksums
@@ -183,7 +182,7 @@ def test_any_order_of_use_and_faults_has_a_way_back(
     if held is not None:  # threads of leases that were cut off end within the deadline
         until(lambda: all(now <= then + 2 for now, then in zip(kept(), held, strict=True)), 20)
     if result:
-        Path(result).write_text(json.dumps(report(fuzz, awake, rounds), indent=1) + "\n")
+        write(report(fuzz, awake, rounds), Path(result))
 
 
 def kept() -> tuple[int, int]:
@@ -204,5 +203,4 @@ def report(fuzz: Fuzz, bench: Bench, rounds: int) -> dict[str, Any]:
             name: [round(statistics.median(each), 3), round(max(each), 3)]
             for name, each in sorted(fuzz.seconds.items())
         },
-        "conditions": conditions(),
     }

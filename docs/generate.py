@@ -179,34 +179,68 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
+def results(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and contents of the benchmarks' results."""
+    for path in sorted((Path(__file__).parents[1] / "benchmarks/results").glob(pattern)):
+        yield path.stem, json.loads(path.read_text(encoding="utf-8"))
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, three digits."""
+    return f"{1e3 * seconds:.3g} ms"
+
+
 def pushes() -> str:
     """What the benchmark of pushes measured, a row for each kind of link in each result."""
     rows = []
-    for path in sorted(
-        (Path(__file__).parents[1] / "benchmarks/results").glob("weight-push-*.json")
-    ):
-        result = json.loads(path.read_text(encoding="utf-8"))
+    for name, result in results("weight-push-*.json"):
         raw = result["raw_broadcast"]["seconds"]
         for kind in ("group", "ipc", "disk"):
             found = result.get(kind)
             if found is None:
                 continue
-            push = found["steady_push"]
-            seconds = (
-                raw, push["transfer"], push["end_to_end"], found["first_push_again"],
-                found["connect"], found["reconnect"], found["disconnect"],
-            )  # fmt: skip
+            push, first = found["steady_push"], found["first_push"]
             share = f" ({raw / push['transfer']:.0%} of raw)" if kind == "group" else ""
-            cells = [f"{1e3 * each:.3g} ms" for each in seconds]
-            rows.append([path.stem, f"`{kind}`", cells[0], cells[1] + share, *cells[2:]])
-    heads = ["result", "kind", "raw broadcast", "transfer", "end to end", "first push again"]
-    return table([*heads, "connect", "reconnect", "disconnect"], rows)
+            extra = " and ".join(f"{each / 1e6:.0f}" for each in found["first_push_device_bytes"])
+            rows.append(
+                [
+                    name, f"`{kind}`", ms(raw), ms(push["transfer"]) + share,
+                    ms(push["end_to_end"]),
+                    f"{ms(first['transfer'])}, {ms(found['first_push_again'])}", f"{extra} MB",
+                    *(ms(found[part]) for part in ("connect", "reconnect", "disconnect")),
+                ]
+            )  # fmt: skip
+    heads = ["result", "kind", "raw broadcast", "transfer", "end to end", "first, first again"]
+    return table([*heads, "extra memory", "connect", "reconnect", "disconnect"], rows)
+
+
+def reconnects() -> str:
+    """What the benchmark of reconnects measured, a row for each way in each result."""
+    rows = []
+    for name, result in results("reconnect-*.json"):
+        for way in ("destroy", "abort", "suspend", "torchft"):
+            if (found := result.get(way)) is not None:
+                back = found.get("device_bytes_given_back")
+                held = "" if back is None else f"{back / 1e6:.0f} MB"
+                times = [ms(found[part]) for part in ("disconnect", "reconnect", "both")]
+                rows.append([name, f"`{way}`", *times, held])
+    return table(["result", "way", "disconnect", "reconnect", "both", "memory given back"], rows)
+
+
+def faults() -> str:
+    """What faults of a link cost in fuzzed rounds: seconds, median and most."""
+    rows = []
+    for name, result in results("fuzzed-links-*.json"):
+        for what, (median, most) in result["median_and_most_seconds"].items():
+            rows.append([name, what.replace("_", " "), f"{median:.3g} s", f"{most:.3g} s"])
+    return table(["result", "what", "median", "most"], rows)
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "machines": machines, "phases": phases, "roles": roles, "steps": steps,
     "configuration": configuration, "journal": lambda: fields(Entry),
     "metrics": lambda: fields(MetricsRow), "pushes": pushes,
+    "reconnects": reconnects, "faults": faults,
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from fsm_trainer.cli.proofs import check
 from fsm_trainer.cli.questions import explain, trace
 from fsm_trainer.cli.runs import doctor, report, run
 from fsm_trainer.cli.tables import graph, plan, validate
@@ -17,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (run, validate, plan, graph, explain, trace, report, doctor):
+for command in (run, validate, plan, check, graph, explain, trace, report, doctor):
     app.command()(command)
 
 

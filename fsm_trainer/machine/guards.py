@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn, Protocol
 
 from fsm_trainer.machine.errors import SpecError
@@ -32,6 +33,11 @@ Value = int | str | bool | None
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
     ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
+
+
+_EACH: Mapping[object, Callable[[Iterable[object]], bool]] = {
+    "all": all, "any": any, ast.And: all, ast.Or: any,
 }  # fmt: skip
 
 
@@ -48,6 +54,10 @@ class View(Protocol):
         """Whether every device of the worker can hold it where the move would take it."""
 
 
+Test = Callable[[View, str, str | None], Value]
+"""The value of a tree for a worker, and for the peer that ``all`` or ``any`` looks at."""
+
+
 @dataclass(frozen=True, slots=True)
 class Guard:
     """A parsed guard: its conjuncts as trees of :mod:`ast`."""
@@ -57,11 +67,12 @@ class Guard:
 
     def holds(self, view: View, worker: str) -> bool:
         """Whether the guard is true for ``worker``."""
-        return all(evaluate(part, view, worker) for part in self.parts)
+        return all(test(view, worker, None) for test in _tests(self.text))
 
     def explain(self, view: View, worker: str) -> list[str]:
         """The conjuncts that are false, each with the values it read."""
-        false = [part for part in self.parts if not evaluate(part, view, worker)]
+        tests = zip(self.parts, _tests(self.text), strict=True)
+        false = [part for part, test in tests if not test(view, worker, None)]
         return [f"`{ast.unparse(p)}` is false ({_read(p, view, worker)})" for p in false]
 
 
@@ -150,32 +161,42 @@ class _Check:
             self.fail(node, f"there are several {owner} workers: use all(...) or any(...)")
 
 
-def evaluate(node: ast.expr, view: View, worker: str, bound: str | None = None) -> Value:
-    """The value of a tree for ``worker``; ``bound`` is the peer that ``all`` or ``any`` sees."""
+@cache
+def _tests(text: str) -> tuple[Test, ...]:
+    return tuple(map(_compiled, parse(text).parts)) if text else ()
+
+
+def _compiled(node: ast.expr) -> Test:
     match node:
+        case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in ("self", *PLURAL):
+            own = owner == "self"
+            return lambda view, worker, peer: view.attribute(
+                peer if peer and not own else worker, name
+            )
         case ast.Attribute(value=ast.Name(id=owner), attr=name):
-            if owner == "self":
-                return view.attribute(worker, name)
-            peer = bound if owner in PLURAL else next(iter(view.peers(owner)), None)
-            return None if peer is None else view.attribute(peer, name)
+            return lambda view, worker, peer: next(
+                (view.attribute(one, name) for one in view.peers(owner)), None
+            )
         case ast.Constant(value=int() as value) | ast.Name(id=value):
-            return value
+            return lambda view, worker, peer: value
+        case ast.Compare(left=left, comparators=[ast.List(elts=options)]):
+            one, others = _compiled(left), [_compiled(option) for option in options]
+            return lambda *of: one(*of) in [other(*of) for other in others]
         case ast.Compare(left=left, ops=[op], comparators=[right]):
-            first = evaluate(left, view, worker, bound)
-            if isinstance(right, ast.List):
-                return first in [evaluate(e, view, worker, bound) for e in right.elts]
-            return _compare(op, first, evaluate(right, view, worker, bound))
-        case ast.BoolOp(op=op, values=parts):
-            values = (evaluate(part, view, worker, bound) for part in parts)
-            return all(values) if isinstance(op, ast.And) else any(values)
+            one, two = _compiled(left), _compiled(right)
+            return lambda *of: _compare(op, one(*of), two(*of))
+        case ast.BoolOp(op=kind, values=parts):
+            each, tests = _EACH[type(kind)], [_compiled(part) for part in parts]
+            return lambda *of: each(test(*of) for test in tests)
         case ast.UnaryOp(operand=part):
-            return not evaluate(part, view, worker, bound)
+            one = _compiled(part)
+            return lambda *of: not one(*of)
         case ast.Call(func=ast.Name(id="fits")):
-            return view.fits(worker)
-        case ast.Call(func=ast.Name(id=kind), args=[body]):
+            return lambda view, worker, peer: view.fits(worker)
+        case ast.Call(func=ast.Name(id=name), args=[body]):
             (role,) = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)} & {*PLURAL}
-            values = (evaluate(body, view, worker, peer) for peer in view.peers(role))
-            return all(values) if kind == "all" else any(values)
+            one, each = _compiled(body), _EACH[name]
+            return lambda view, worker, peer: each(one(view, worker, p) for p in view.peers(role))
     raise SpecError(f"`{ast.unparse(node)}` is not in the guard language")
 
 

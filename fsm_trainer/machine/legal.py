@@ -45,23 +45,14 @@ def _stage(system: System, world: World, link: str) -> int:
 def next_effect(system: System, world: World, name: str) -> Effect | None:
     """What a moving worker has to do next, whether or not the other ends let it."""
     worker = system.get(world, name)
-    if worker.dest is None:
+    first = system.table(name).difference(worker.held, worker.dest) if worker.dest else None
+    if first is None:
         return None
-    holds = system.table(name).holds
-    surplus = worker.held.difference(holds[worker.dest])
-    missing = [r for r in holds[worker.dest] if r not in worker.held]
-    if surplus:
-        # What stands last in the states that hold it was acquired last, and goes first.
-        last = {r: max(h.index(r) for h in holds.values() if r in h) for r in sorted(surplus)}
-        op, resource = Op.RELEASE, max(last, key=last.__getitem__)
-    elif missing:
-        op, resource = Op.ACQUIRE, missing[0]
-    else:
-        return None
-    i = system.links.get(resource)
+    goes, resource = first
+    op, i = Op.RELEASE if goes else Op.ACQUIRE, system.links.get(resource)
     if i is None:
         return Effect(name, op, resource)
-    return Effect(name, op, resource, worker.epochs[i] if surplus else world.links[i].epoch)
+    return Effect(name, op, resource, worker.epochs[i] if goes else world.links[i].epoch)
 
 
 def arriving(system: System, world: World, name: str) -> frozenset[str]:

@@ -7,6 +7,7 @@ the number of rollout workers. ``push`` is a move that it may plan; ``sever`` an
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsm_trainer.machine import events as on
@@ -59,23 +60,26 @@ def actors_of(system: System, world: World, action: str) -> list[str]:
     return [n for n in names if system.get(world, n).live and action in system.table(n).actions]
 
 
-def unmet(system: System, world: World, phase: Phase) -> list[str]:
-    """Why a phase can't run its action yet; empty when its wants hold and the action is legal."""
-    because = []
+def unmet(system: System, world: World, phase: Phase) -> Iterator[str]:
+    """Why a phase can't run its action yet; nothing when its wants hold and the action is legal."""
     for name, role in system.names.items():
         worker = system.get(world, name)
         if worker.live and worker.move is not None:
-            because.append(f"{name} is in the middle of {worker.move}")
+            yield f"{name} is in the middle of {worker.move}"
         wanted = phase.wants.get(role)
         if worker.live and wanted is not None and worker.state not in wanted:
-            because.append(f"{name} is {worker.state}, wanted {' or '.join(sorted(wanted))}")
+            yield f"{name} is {worker.state}, wanted {' or '.join(sorted(wanted))}"
     if phase.action is not None:
         names = actors_of(system, world, phase.action)
         if not names:
-            because.append(f"nobody is left who could {phase.action}")
+            yield f"nobody is left who could {phase.action}"
         for name in names:
-            because += legal.action_refusals(system, world, phase.action, name)
-    return because
+            yield from legal.action_refusals(system, world, phase.action, name)
+
+
+def ready(system: System, world: World, phase: Phase) -> bool:
+    """Whether a phase can run its action."""
+    return next(unmet(system, world, phase), None) is None
 
 
 def plan(system: System, world: World, phase: Phase) -> tuple[Move, ...]:
@@ -124,7 +128,7 @@ def _search(system: System, start: World, phase: Phase) -> tuple[Move, ...]:
     seen, todo = {_position(start)}, deque([(start, tuple[Move, ...]())])
     while todo:
         world, way = todo.popleft()
-        if not unmet(system, world, phase):
+        if ready(system, world, phase):
             return way
         for move in _moves(system, world):
             try:
@@ -134,7 +138,7 @@ def _search(system: System, start: World, phase: Phase) -> tuple[Move, ...]:
             if _position(after) not in seen:
                 seen.add(_position(after))
                 todo.append((after, (*way, move)))
-    because = unmet(system, start, phase)
+    because = [*unmet(system, start, phase)]
     raise Refused("the planner", "stuck", phase.name, because, "no sequence of moves leads there")
 
 

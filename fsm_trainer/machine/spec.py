@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -119,7 +120,7 @@ class ScheduleFile(_Model):
     epilogue: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class RoleTable:
     """One role's machine."""
 
@@ -128,10 +129,21 @@ class RoleTable:
     transitions: tuple[Transition, ...]
     actions: Mapping[str, Action]
 
+    @cache  # noqa: B019 - tables live as long as the program
     def edge(self, trigger: str, source: State) -> Transition | None:
         """The transition that ``trigger`` takes from ``source``."""
         edges = (t for t in self.transitions if t.trigger == trigger and t.source == source)
         return next(edges, None)
+
+    @cache  # noqa: B019
+    def difference(self, held: frozenset[str], dest: State) -> tuple[bool, str] | None:
+        """What moves first on the way to a state: whether it goes, and the resource."""
+        surplus = held.difference(self.holds[dest])
+        if not surplus:
+            return next(((False, r) for r in self.holds[dest] if r not in held), None)
+        # What stands last in the states that hold it was acquired last, and goes first.
+        last = {r: max(h.index(r) for h in self.holds.values() if r in h) for r in sorted(surplus)}
+        return True, max(last, key=last.__getitem__)
 
     def largest_state(self, held: Iterable[str]) -> State:
         """The declared state that holds most of ``held`` and nothing else."""

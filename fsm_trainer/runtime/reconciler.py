@@ -39,7 +39,7 @@ from fsm_trainer.machine.events import (
 from fsm_trainer.machine.legal import enabled, falling, next_effect
 from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.names import LinkState, Role, State, Trigger
-from fsm_trainer.machine.planner import Move, plan, unmet
+from fsm_trainer.machine.planner import Move, plan, ready
 from fsm_trainer.machine.spec import Phase
 from fsm_trainer.machine.step import step
 from fsm_trainer.machine.version import Version
@@ -104,7 +104,7 @@ class Reconciler:
         while True:
             try:
                 await self._recover()
-                if not unmet(self.system, self.world, phase):
+                if ready(self.system, self.world, phase):
                     return
                 await self._move(plan(self.system, self.world, phase)[0])
             except TrainerLost:

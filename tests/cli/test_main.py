@@ -160,8 +160,8 @@ def test_graph_draws_every_machine_the_link_too(tmp_path: Path) -> None:
     assert call("graph", "--role", "actor", "--format", "svg", "--out", str(path)).exit_code == 0
     image = path.read_text()
     assert image.startswith("<svg")
-    assert ">wake</text>" in image  # the parts of its guard stand in lines of their own
-    assert ">[fits(device)</text>" in image
+    assert ">connect</text>" in image  # the parts of its guard stand in lines of their own
+    assert ">[any(rollout.live)</text>" in image
     assert ">and self.in_flight == 0]</text>" in image
     machines = told("graph")
     assert list(machines) == ["actor", "critic", "rollout", "link"]

@@ -13,8 +13,8 @@ from fsm_trainer.machine.names import Role, State
 from fsm_trainer.machine.spec import default_states, load, schedules
 
 PLAN = "schedules/disaggregated_critic.yaml"
-WAKE = "{trigger: wake, from: sleeping, to: awake, guard: fits(device) and self.in_flight == 0}"
-STOP = "{trigger: stop, from: sleeping, to: disconnected, guard: self.in_flight == 0}"
+WAKE = "{trigger: wake, from: sleeping, to: awake, guard: fits(device)}"
+STOP = "{trigger: stop, from: sleeping, to: disconnected}"
 SLEEP = "{trigger: sleep, from: awake, to: sleeping, guard: self.in_flight == 0}"
 
 MISTAKES = [

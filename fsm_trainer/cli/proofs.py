@@ -1,0 +1,118 @@
+"""``check``: what is proved of the tables, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fsm_trainer.cli import shell
+from fsm_trainer.machine.spec import Spec, load, schedules
+from fsm_trainer.machine.world import System
+from fsm_trainer.verify.check import Verdict
+from fsm_trainer.verify.check import check as explore
+from fsm_trainer.verify.mutate import Fate, fates
+from fsm_trainer.verify.story import for_programs, sequence_diagram
+
+
+@shell.command
+def check(
+    schedule: shell.Schedule = None,
+    rollouts: shell.Rollouts = 2,
+    fine: Annotated[
+        bool, shell.option("--fine", None, "Let other things happen between any two effects.")
+    ] = False,
+    most: Annotated[
+        int, shell.option("--max-states", "N", "Give up after so many states.", min=1)
+    ] = 2_000_000,
+    mutate: Annotated[
+        bool, shell.option("--mutate", None, "Break each part in turn: a property must fail.")
+    ] = False,
+    states: shell.States = None,
+    as_json: shell.Json = False,
+) -> None:
+    """Visit every state that the tables allow; start nothing.
+
+    Triggers in any order, a fault between any two events, one rollout worker up to --rollouts. A
+    violation is told by the shortest way there, as a Mermaid sequence diagram. Exits with 1 if a
+    property fails, a mutant survives, or the states are too many.
+    """
+    names = schedules(states)
+    if schedule is not None:
+        names = [shell.chosen("--schedule", schedule, names)]
+    specs = [load(name, states) for name in names]
+    ok = _mutate(specs, as_json) if mutate else _check(specs, rollouts, fine, most, as_json)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _check(specs: list[Spec], rollouts: int, fine: bool, most: int, as_json: bool) -> bool:
+    found: list[tuple[str, int, System, Verdict]] = []
+    with _progress() as bar:
+        for spec in specs:
+            for count in range(1, rollouts + 1):
+                system = System.of(spec, count)
+                task = bar.add_task(f"{spec.name}, {count} rollout workers", details="")
+
+                def tell(visited: int, waiting: int, task: Any = task) -> None:
+                    bar.update(task, details=f"{visited:,} states, {waiting:,} to go")
+
+                verdict = explore(system, fine=fine, most=most, progress=tell)
+                bar.remove_task(task)
+                found.append((spec.name, count, system, verdict))
+    if as_json:
+        shell.print_json([_row(*each) for each in found])
+    else:
+        _print(found)
+    return all(verdict.violation is None and not verdict.cut for *_, verdict in found)
+
+
+def _row(schedule: str, rollouts: int, system: System, verdict: Verdict) -> dict[str, Any]:
+    return {"schedule": schedule, "rollouts": rollouts, **for_programs(verdict)}
+
+
+def _print(found: list[tuple[str, int, System, Verdict]]) -> None:
+    table = Table("schedule", "rollout workers", "states", "transitions", "seconds", "verdict")
+    for name, count, _, verdict in found:
+        because = verdict.violation.because if verdict.violation else ""
+        told = because or ("given up: too many states" if verdict.cut else "every property holds")
+        numbers = [f"{verdict.states:,}", f"{verdict.transitions:,}", f"{verdict.seconds:.1f}"]
+        table.add_row(name, str(count), *numbers, told)
+    out = shell.console()
+    out.print(table)
+    for _, _, system, verdict in found:
+        if verdict.violation is not None:
+            out.print(sequence_diagram(system, verdict.violation))
+            break
+
+
+def _mutate(specs: list[Spec], as_json: bool) -> bool:
+    told = list[Fate]()
+    with _progress() as bar:
+        task = bar.add_task("mutants", details="")
+        for fate in fates(specs):
+            told.append(fate)
+            bar.update(task, details=f"{len(told)}: {fate.mutant}")
+    survivors = [fate.mutant for fate in told if not fate.killed_by]
+    if as_json:
+        mutants = [
+            {"mutant": f.mutant, "schedule": f.schedule, "killed_by": f.killed_by} for f in told
+        ]
+        shell.print_json({"mutants": mutants, "survivors": survivors})
+        return not survivors
+    table = Table("mutant", "killed by", "in", "states")
+    for fate in told:
+        table.add_row(fate.mutant, fate.killed_by or "nothing", fate.schedule, f"{fate.states:,}")
+    out = shell.console()
+    out.print(table)
+    out.print(f"{len(told)} mutants, {len(survivors)} survive", style="red" if survivors else "")
+    return not survivors
+
+
+def _progress() -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    details = TextColumn("{task.fields[details]}")
+    return Progress(*columns, details, console=Console(stderr=True), transient=True)

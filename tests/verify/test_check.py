@@ -1,0 +1,128 @@
+"""Every state of the composed system is visited, and none breaks a property."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fsm_trainer.cli.main import app
+from fsm_trainer.machine.spec import load, schedules
+from fsm_trainer.machine.world import System
+from fsm_trainer.verify.canon import Canon
+from fsm_trainer.verify.check import Verdict, check
+from fsm_trainer.verify.mutate import fates
+from tests.verify import plain
+
+STATES = Path(__file__).parents[2] / "states"
+# With one rollout worker, whose own moves run to their ends; TLC finds as many.
+COUNTS = {"colocated_critic": 2467, "disaggregated": 1099, "disaggregated_critic": 4153}
+
+
+def explored(schedule: str, rollouts: int, *, fine: bool = False) -> Verdict:
+    return check(System.of(load(schedule), rollouts), fine=fine)
+
+
+@pytest.mark.parametrize("schedule", schedules())
+def test_every_state_is_safe_and_every_phase_can_be_reached_again(schedule: str) -> None:
+    verdict = explored(schedule, 1)
+    assert verdict.violation is None
+    assert verdict.states == COUNTS[schedule]
+
+
+def test_two_rollout_workers_are_safe_too() -> None:
+    assert explored("disaggregated", 2).violation is None
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("schedule", schedules())
+def test_every_state_of_two_rollout_workers_is_safe(schedule: str) -> None:
+    assert explored(schedule, 2).violation is None
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("schedule", schedules())
+def test_every_state_is_safe_between_any_two_effects(schedule: str) -> None:
+    assert explored(schedule, 1, fine=True).violation is None
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_search_finds_what_a_plain_one_finds(jobs: int) -> None:
+    system = System.of(load("disaggregated"), 1)
+    states = check(system, fine=False, jobs=jobs, symmetric=False).states
+    assert states == len(plain.every(system, Canon(system), jobs=jobs))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_symmetric_workers_are_every_order_of_them() -> None:
+    system = System.of(load("disaggregated"), 2)
+    ordered, canon = Canon(system, symmetric=False), Canon(system)
+    full = plain.every(system, ordered)
+    assert len(full) == check(system, fine=False, symmetric=False).states
+    assert len({canon.encode(ordered.decode(code)) for code in full}) == (
+        check(system, fine=False).states
+    )
+
+
+# -- what is broken is found, and told -------------------------------------------------------------
+
+
+def broken_tables(folder: Path, file: str, old: str, new: str) -> Path:
+    shutil.copytree(STATES, folder / "states")
+    path = folder / "states" / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return folder / "states"
+
+
+def test_a_violation_is_told_by_the_shortest_way(tmp_path: Path) -> None:
+    weak = "self.version == actor.version and self.lineage == actor.lineage"
+    states = broken_tables(tmp_path, "rollout.yaml", weak, "self.live")
+    options = ["check", "--rollouts", "1", "--schedule", "disaggregated", "--states", str(states)]
+    told = CliRunner().invoke(app, options)
+    assert told.exit_code == 1
+    diagram = told.stdout.partition("sequenceDiagram")[2].strip()
+    steps = [line.strip() for line in diagram.splitlines()]
+    # Nothing shorter than to start, to wake and to serve what was never pushed.
+    assert [line for line in steps if "driver->>" in line] == [
+        "driver->>rollout-0: start",
+        "driver->>rollout-0: wake",
+        "driver->>rollout-0: generate",
+    ]
+    assert steps[-1].startswith("Note over actor,rollout-0: 5: rollout-0 begins to serve None")
+    [found] = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)
+    assert [event["event"] for event in found["violations"][0]["events"]] == [
+        "Begin",
+        "Begin",
+        "Act",
+    ]
+
+
+def test_a_trap_is_a_violation(tmp_path: Path) -> None:
+    states = broken_tables(
+        tmp_path, "link.yaml", "{trigger: close, from: [up, broken]", "{trigger: close, from: up"
+    )
+    verdict = check(System.of(load("disaggregated", states), 1), fine=False)
+    assert verdict.violation is not None
+    assert verdict.violation.number == "recoverable"
+
+
+def test_too_many_states_are_no_proof() -> None:
+    verdict = check(System.of(load("disaggregated"), 1), fine=False, most=100)
+    assert verdict.cut
+    assert verdict.violation is None
+
+
+@pytest.mark.timeout(600)
+def test_every_mutant_is_killed_by_a_property() -> None:
+    told = list(fates([load(name) for name in schedules()]))
+    assert [fate.mutant for fate in told if not fate.killed_by] == []
+    # Guards, holds and link rows of the shipped tables, and patches of the code.
+    assert len(told) == 73

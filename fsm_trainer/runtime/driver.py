@@ -7,7 +7,6 @@ its lanes for each step, and its epilogue; lanes run side by side.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,7 +138,7 @@ class Driver:
             await self._phase(phase)
 
     async def _step(self, step: int) -> None:
-        began = time.monotonic()
+        began = _now()
         self.progress = Progress(step, Stage.TRAIN)
         every = self.config.evaluation.every
         if every and step > 1 and (step - 1) % every == 0 and self.run.only is None:
@@ -156,7 +155,7 @@ class Driver:
         self.metrics.write(
             step,
             self.progress.numbers,
-            seconds=time.monotonic() - began,
+            seconds=_now() - began,
             tokens=self.progress.tokens,
             phase_seconds=self.progress.phases,
         )
@@ -175,7 +174,7 @@ class Driver:
         return isinstance(algorithm, PPOConfig) and step <= algorithm.critic_warmup_steps
 
     async def _phase(self, name: str) -> None:
-        phase, began = self.spec.phases[name], time.monotonic()
+        phase, began = self.spec.phases[name], _now()
         for attempt in range(1, ATTEMPTS + 1):
             await self.reconciler.reach(phase)
             try:
@@ -190,7 +189,7 @@ class Driver:
                     raise
                 log.warning("the phase begins again", phase=name, error=str(error))
         spent = self.progress.phases
-        spent[name] = spent.get(name, 0.0) + time.monotonic() - began
+        spent[name] = spent.get(name, 0.0) + _now() - began
         self.told(self.progress, name)
 
     @property
@@ -342,6 +341,10 @@ class Driver:
         version = self.reconciler.system.get(self.reconciler.world, "actor").version
         number = version.number if version else 0
         self.checkpoints.complete(Position(step, number, await self.data.state()))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 KL_TOLERANCE = 1e-6

@@ -8,7 +8,6 @@ the same code: a fault changes the world, and the next plan starts from there.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -57,6 +56,10 @@ LOST = (WorkerLost, EngineFailed)
 """What tells that a worker is gone: its own process, or the engine's that it stands for."""
 
 
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class TrainerLost(WorkerLost):
     """Raised when an actor or critic died: what it had learned since its checkpoint is lost."""
 
@@ -86,7 +89,7 @@ class Reconciler:
         """Go on from the world that an earlier process of the run left: its workers are dead."""
         self.world = world
         for name in self.system.names:
-            source, now = self._worker(name).state, time.monotonic()
+            source, now = self._worker(name).state, _now()
             if self._worker(name) != self.system.initial().workers[0]:
                 self._apply(Died(name))
                 self._record(name, Kind.FAULT, "died", source, now, "the run was resumed")
@@ -131,7 +134,7 @@ class Reconciler:
         groups = [names] if joint else [(name,) for name in names]
         for group in groups:
             self._apply(Act(action, group))
-        began = time.monotonic()
+        began = _now()
         results = await self._gather(
             {n: self.ports[n].act(action, self.world, arguments[n]) for n in names}
         )
@@ -165,7 +168,7 @@ class Reconciler:
     async def _transition(self, trigger: str, names: tuple[str, ...]) -> None:
         """Run a transition on all its workers: releases everywhere, then acquisitions."""
         sources = {n: self._worker(n).state for n in names}
-        before, began = self.world, time.monotonic()
+        before, began = self.world, _now()
         link = self._joint(names[0], trigger)
         hub = self._is_hub(names[0])
         self._apply(Begin(trigger, names, version=self.start_version if hub else None))
@@ -280,7 +283,7 @@ class Reconciler:
             await self._bury(name)
 
     async def _sever(self, name: str, link: str) -> None:
-        source, began = self._worker(name).state, time.monotonic()
+        source, began = self._worker(name).state, _now()
         self._apply(Sever(name, link))
         before = self.world
         told = await self._gather({name: self.ports[name].sever(link, before)})
@@ -292,7 +295,7 @@ class Reconciler:
         """End what is left of a dead worker; only when it is seen dead its claim ends."""
         await self.ports[name].kill()
         self._apply(Confirmed(name))
-        self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, time.monotonic(), None)
+        self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, _now(), None)
         del self._dead[name]
         told = (await self._gather({name: self.ports[name].respawn()}))[name]
         if isinstance(told, BaseException):
@@ -343,7 +346,7 @@ class Reconciler:
                 self._revoke(link, self.world.links[i].epoch, f"{name} died")
         source = self._worker(name).state
         self._apply(Died(name))
-        self._record(name, Kind.FAULT, "died", source, time.monotonic(), why)
+        self._record(name, Kind.FAULT, "died", source, _now(), why)
         peers = [n for n in self.system.names if n != name and self._worker(n).live]
         await asyncio.gather(*(self.ports[n].died(name) for n in peers), return_exceptions=True)
 
@@ -387,7 +390,7 @@ class Reconciler:
                 dest=str(worker.state),
                 epoch=max(worker.epochs, default=0),
                 version=str(worker.version) if worker.version else None,
-                seconds=round(time.monotonic() - began, 6),
+                seconds=round(_now() - began, 6),
                 ok=error is None,
                 error=error,
                 **((rank == 0 and moved) or {}),

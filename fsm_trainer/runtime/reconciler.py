@@ -74,10 +74,11 @@ class Reconciler:
         journal: Journal,
         revoke: Callable[[str, int, str], None],
         push: Callable[[], Awaitable[None]] | None = None,
+        planned: Callable[[System, World, Phase], tuple[Move, ...]] = plan,
     ) -> None:
         self.system, self.ports, self.journal = system, ports, journal
         self.world = system.initial()
-        self.push = push
+        self.push, self._planned = push, planned
         self.start_version: Version | None = None
         """What ``start`` restores the hub's weights to, after a checkpoint."""
         self._revoke = revoke
@@ -109,7 +110,7 @@ class Reconciler:
                 await self._recover()
                 if not unmet(self.system, self.world, phase):
                     return
-                await self._move(plan(self.system, self.world, phase)[0])
+                await self._move(self._planned(self.system, self.world, phase)[0])
             except TrainerLost:
                 raise
             except (EffectFailed, ActionFailed, WorkerLost) as error:

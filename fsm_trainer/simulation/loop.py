@@ -119,8 +119,16 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
                 if (problem := self._stop()) is not None:
                     raise problem
         finally:
+            self._end()
             asyncio._set_running_loop(None)
         return task.result()
+
+    def _end(self) -> None:
+        """Cancel what is left, so that no coroutine is forgotten half-way."""
+        for task in asyncio.all_tasks(self):
+            task.cancel()
+        while self._ready:
+            self._ready.pop()._run()
 
     def _jump(self, until: float) -> None:
         """Go to the time of the next timer."""

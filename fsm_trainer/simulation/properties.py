@@ -31,9 +31,9 @@ def _of_workers(system: System, world: World, alive: Mapping[str, Process]) -> I
     resources = system.spec.system.resources
     for name, process in alive.items():
         worker, has, holds = system.get(world, name), process.has.keys(), system.table(name).holds
-        own = process.worker
+        own, down = process.worker, (State.SLEEPING, State.DISCONNECTED)
         groups = [r for r in has if resources[r].communicator]
-        if own.move is None and own.state in (State.SLEEPING, State.DISCONNECTED) and groups:
+        if own.move is None and not own.ghost and own.state in down and groups:
             yield f"1: {name} is {own.state} and holds {groups}"
         claim = worker.held | worker.ghost | frozenset(holds[worker.dest] if worker.dest else ())
         if not has <= claim:

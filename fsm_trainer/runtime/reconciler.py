@@ -180,9 +180,10 @@ class Reconciler:
             for n in names
         }
         failed = await self._absorb(await self._gather(calls))
-        if not failed:
-            acquired = await self._gather({n: self.ports[n].acquire() for n in names})
-            failed = await self._absorb(acquired)
+        if link is None or not failed:
+            going = [n for n in names if n not in failed]
+            acquired = await self._gather({n: self.ports[n].acquire() for n in going})
+            failed |= await self._absorb(acquired)
         movers = [n for n in names if self._worker(n).move is not None]
         undone = [n for n in movers if n in failed or (link is not None and failed)]
         done = tuple(n for n in movers if n not in undone)

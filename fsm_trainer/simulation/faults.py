@@ -87,6 +87,8 @@ def draw(system: System, seed: int, random: Random, most: int) -> tuple[Fault, .
     faults = []
     for role, where, what in chosen:
         worker = random.choice([name for name, r in system.names.items() if r is role])
-        nth = 1 if random.random() < 0.5 else random.randint(1, 8)
+        # What only follows another fault seldom happens twice.
+        rare = where in ("call undo", "call sever", "call respawn", "call kill")
+        nth = 1 if rare or random.random() < 0.2 else random.randint(2, 12)
         faults.append(Fault(worker, where, what, nth))
     return tuple(dict.fromkeys(faults))

@@ -27,9 +27,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     ``stop`` is read after each callback; what it gives, if anything, is raised.
     """
 
-    def __init__(
-        self, random: Random, stop: Callable[[], Exception | None] = lambda: None
-    ) -> None:
+    def __init__(self, random: Random, stop: Callable[[], Exception | None] = lambda: None) -> None:
         self._random, self._stop, self._now = random, stop, 0.0
         self._ready: list[asyncio.Handle] = []
         self._timers: list[tuple[float, float, int, asyncio.TimerHandle]] = []

@@ -121,8 +121,9 @@ class Process(Lifecycle):
 
     def peer_died(self, peer: str) -> None:
         """As the hosts do: a lease that the dead was a member of ends here at once."""
-        members = [link for link, i in self.system.links.items()
-                   if peer in self.world.links[i].members]
+        members = [
+            link for link, i in self.system.links.items() if peer in self.world.links[i].members
+        ]
         super().peer_died(peer)
         for link in members:
             epoch = self.has.get(link, self.world.links[self.system.links[link]].epoch)

@@ -36,8 +36,8 @@ def _of_workers(system: System, world: World, alive: Mapping[str, Process]) -> I
         if own.move is None and not own.ghost and own.state in down and groups:
             yield f"1: {name} is {own.state} and holds {groups}"
         claim = worker.held | worker.ghost | frozenset(holds[worker.dest] if worker.dest else ())
-        if not has <= claim:
-            yield f"4: {name} holds {sorted(has)}, the ledger knows of {sorted(claim)}"
+        if unknown := [r for r in has if resources[r].size and r not in claim]:
+            yield f"4: {name} holds {unknown}, and the ledger knows of {sorted(claim)}"
         dead = bool(worker.ghost) and worker.state == State.DISCONNECTED
         if worker.move is None and not dead and has != set(holds[worker.state]):
             yield f"8: {name} is {worker.state} and holds {sorted(has)}"

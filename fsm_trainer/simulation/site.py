@@ -62,9 +62,8 @@ class Site:
 
     def look(self) -> None:
         """Ask the properties now."""
-        if self.violation is None:
-            if found := violated(self.system, self.world(), self.processes):
-                self.violate(found)
+        if found := violated(self.system, self.world(), self.processes):
+            self.violate(found)
 
     def fault(self, worker: str, where: str) -> What | None:
         """What goes wrong as a worker comes to a boundary."""

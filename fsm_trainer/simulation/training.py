@@ -11,10 +11,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
-from fsm_trainer.data.models import ModelSpec
-from fsm_trainer.data.rewards import RewardConfig
-from fsm_trainer.data.sources import DataConfig
 from fsm_trainer.machine.errors import (
     ActionFailed,
     DeadlineExceeded,
@@ -97,22 +93,20 @@ def planned(system: System, world: World, phase: Phase) -> tuple[Move, ...]:
 def configured(training: Training) -> Run:
     """The configuration of a simulated run: it warms up, evaluates and writes checkpoints."""
     spec = tables(training.schedule)
-    task = {"kind": "reasoning_gym", "task": "chain_sum", "size": 8}
-    config = RunConfig(
-        seed=training.seed,
-        steps=training.steps,
-        schedule=training.schedule,
-        model=ModelSpec(path=Path("model")),
-        algorithm=PPOConfig() if Role.CRITIC in spec.roles else GRPOConfig(),
-        data=DataConfig.model_validate({"train": task}),
-        reward=RewardConfig(function="simulated:reward"),
-        **{
-            "warmup": {"steps": 1},
-            "rollout": {"workers": training.rollouts, "prompts": 2 * training.rollouts},
-            "evaluation": {"every": 5},
-            "checkpoint": {"every": 2},
-        },
-    )
+    settings = {
+        "seed": training.seed,
+        "steps": training.steps,
+        "schedule": training.schedule,
+        "model": {"path": "model"},
+        "algorithm": {"name": "ppo" if Role.CRITIC in spec.roles else "grpo"},
+        "warmup": {"steps": 1},
+        "rollout": {"workers": training.rollouts, "prompts": 2 * training.rollouts},
+        "data": {"train": {"kind": "reasoning_gym", "task": "chain_sum", "size": 8}},
+        "reward": {"function": "simulated:reward"},
+        "evaluation": {"every": 5},
+        "checkpoint": {"every": 2},
+    }
+    config = RunConfig.model_validate(settings)
     return Run(config, spec, ())
 
 
@@ -150,7 +144,7 @@ class _Simulation:
         self.setup, random = configured(training), Random(training.seed)
         self.system = self.setup.system
         self.site = Site(self.system, random, faults)
-        self.loop = SimulatedLoop(random, lambda: self.site.violation)
+        self.loop = SimulatedLoop(random, lambda: self.site.violation)  # type: ignore[abstract]
         self.end: FsmError | None = None
 
     def run(self, folder: Path) -> Result:
@@ -181,7 +175,9 @@ class _Simulation:
         self, folder: Path, journal: Journal, metrics: MetricsWriter, checkpoints: Checkpoints
     ) -> None:
         deadlines, site = self.setup.config.deadlines, self.site
-        first = {role: site.trained() for role in self.system.spec.roles if role != Role.ROLLOUT}
+        first: dict[Role, Weights] = {
+            role: site.trained() for role in self.system.spec.roles if role != Role.ROLLOUT
+        }
 
         def restored(role: Role) -> Weights | None:
             position = checkpoints.latest()
@@ -191,9 +187,7 @@ class _Simulation:
 
         names = self.system.names
         self.ports = {n: SimulatedPort(site, n, deadlines, restored) for n in names}
-        self.reconciler = Reconciler(
-            self.system, self.ports, journal, site.revoke, planned=planned
-        )
+        self.reconciler = Reconciler(self.system, self.ports, journal, site.revoke, planned=planned)
         site.world = lambda: self.reconciler.world
         data = SimulatedData(site)
         driver = Driver(self.setup, folder, self.reconciler, data, metrics, checkpoints)
@@ -249,14 +243,11 @@ class _Simulation:
             state, process = system.get(world, name).state, self.site.processes[name]
             if state != State.DISCONNECTED or process.has:
                 return f"the run finished, and {name} is {state} and holds {sorted(process.has)}"
-        trainers = {
+        trainers: dict[Role, tuple[int, ...]] = {
             process.role: process.weights.draws if process.weights else ()
             for process in self.site.processes.values()
             if process.role is not Role.ROLLOUT
         }
-        return self._learned(trainers)
-
-    def _learned(self, trainers: dict[Role, tuple[int, ...]]) -> str:
         wrong = exactly_once(trainers, self.training.steps)
         return f"not every step exactly once: {wrong}" if wrong else ""
 
@@ -267,6 +258,8 @@ def _name(task: asyncio.Task[Any]) -> str:
 
 def _line(entry: Entry) -> str:
     moved = entry.source if entry.source == entry.dest else f"{entry.source} -> {entry.dest}"
-    text = f"{entry.seq} at {entry.time:.1f} s: {entry.worker} {entry.kind} {entry.trigger}: {moved}"
+    text = (
+        f"{entry.seq} at {entry.time:.1f} s: {entry.worker} {entry.kind} {entry.trigger}: {moved}"
+    )
     outcome = "" if entry.ok else f", failed: {entry.error}"
     return f"{text}, epoch {entry.epoch}, version {entry.version}{outcome}"

@@ -1,0 +1,24 @@
+"""What the simulation found in driver and reconciler: each is one training with its faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsm_trainer.simulation.faults import Fault, What
+from fsm_trainer.simulation.seeds import quiet
+from fsm_trainer.simulation.training import Result, Training, simulate
+
+
+def came_to(schedule: str, *faults: Fault, steps: int = 2) -> Result:
+    with quiet():
+        return simulate(Training(schedule, seed=0, steps=steps), faults)
+
+
+@pytest.mark.parametrize("what", [What.LOST, What.CRASH_BEFORE])
+def test_a_worker_that_is_lost_as_several_begin_does_not_keep_the_others_from_arriving(
+    what: What,
+) -> None:
+    result = came_to("disaggregated", Fault("rollout-0", "call begin", what))
+
+    assert result.fired
+    assert result.end == "finished"

@@ -11,10 +11,10 @@ import heapq
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
-Callback = Callable[..., object]
+Ts = TypeVarTuple("Ts")
 
 
 class Stuck(Exception):
@@ -40,7 +40,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return self._now
 
     def call_soon(
-        self, callback: Callback, *args: Any, context: Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """Run it at this time, after or before whatever else is ready."""
         handle = asyncio.Handle(callback, args, self, context)
@@ -48,13 +48,21 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_later(
-        self, delay: float, callback: Callback, *args: Any, context: Context | None = None
+        self,
+        delay: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """Run it ``delay`` virtual seconds from now."""
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callback, *args: Any, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """Run it at a time."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)
@@ -78,7 +86,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         **more: Any,
     ) -> asyncio.Task[T]:
         """A task of this loop."""
-        return asyncio.Task(coro, loop=self, name=name, context=context)  # type: ignore[arg-type]
+        return asyncio.Task(coro, loop=self, name=name, context=context)
 
     def get_debug(self) -> bool:
         """Never: debugging looks at the real clock."""

@@ -31,7 +31,7 @@ from fsm_trainer.runtime.checkpoints import Checkpoints, Position
 from fsm_trainer.runtime.config import Only, Run
 from fsm_trainer.runtime.dispatch import Dispatcher
 from fsm_trainer.runtime.metrics import MetricsWriter, Stage
-from fsm_trainer.runtime.port import DataPort, Outcome
+from fsm_trainer.runtime.port import DataPort, Outcome, now
 from fsm_trainer.runtime.reconciler import ATTEMPTS, Reconciler, TrainerLost
 
 log = structlog.get_logger(__name__)
@@ -138,7 +138,7 @@ class Driver:
             await self._phase(phase)
 
     async def _step(self, step: int) -> None:
-        began = _now()
+        began = now()
         self.progress = Progress(step, Stage.TRAIN)
         every = self.config.evaluation.every
         if every and step > 1 and (step - 1) % every == 0 and self.run.only is None:
@@ -155,7 +155,7 @@ class Driver:
         self.metrics.write(
             step,
             self.progress.numbers,
-            seconds=_now() - began,
+            seconds=now() - began,
             tokens=self.progress.tokens,
             phase_seconds=self.progress.phases,
         )
@@ -174,7 +174,7 @@ class Driver:
         return isinstance(algorithm, PPOConfig) and step <= algorithm.critic_warmup_steps
 
     async def _phase(self, name: str) -> None:
-        phase, began = self.spec.phases[name], _now()
+        phase, began = self.spec.phases[name], now()
         for attempt in range(1, ATTEMPTS + 1):
             await self.reconciler.reach(phase)
             try:
@@ -189,7 +189,7 @@ class Driver:
                     raise
                 log.warning("the phase begins again", phase=name, error=str(error))
         spent = self.progress.phases
-        spent[name] = spent.get(name, 0.0) + _now() - began
+        spent[name] = spent.get(name, 0.0) + now() - began
         self.told(self.progress, name)
 
     @property
@@ -341,10 +341,6 @@ class Driver:
         version = self.reconciler.system.get(self.reconciler.world, "actor").version
         number = version.number if version else 0
         self.checkpoints.complete(Position(step, number, await self.data.state()))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 KL_TOLERANCE = 1e-6

@@ -44,7 +44,7 @@ from fsm_trainer.machine.step import step
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 from fsm_trainer.runtime.journal import Journal, Kind
-from fsm_trainer.runtime.port import Outcome, WorkerPort, moved_by, problem_of
+from fsm_trainer.runtime.port import Outcome, WorkerPort, moved_by, now, problem_of
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -54,10 +54,6 @@ ATTEMPTS, BACK_OFF = 4, 0.5
 second attempt; they double with each further one."""
 LOST = (WorkerLost, EngineFailed)
 """What tells that a worker is gone: its own process, or the engine's that it stands for."""
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class TrainerLost(WorkerLost):
@@ -90,12 +86,12 @@ class Reconciler:
         """Go on from the world that an earlier process of the run left: its workers are dead."""
         self.world = world
         for name in self.system.names:
-            source, now = self._worker(name).state, _now()
+            source, began = self._worker(name).state, now()
             if self._worker(name) != self.system.initial().workers[0]:
                 self._apply(Died(name))
-                self._record(name, Kind.FAULT, "died", source, now, "the run was resumed")
+                self._record(name, Kind.FAULT, "died", source, began, "the run was resumed")
                 self._apply(Confirmed(name))
-                self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, now, None)
+                self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, began, None)
 
     async def reach(self, phase: Phase) -> None:
         """Go where the phase's wants hold and its action is legal.
@@ -135,7 +131,7 @@ class Reconciler:
         groups = [names] if joint else [(name,) for name in names]
         for group in groups:
             self._apply(Act(action, group))
-        began = _now()
+        began = now()
         results = await self._gather(
             {n: self.ports[n].act(action, self.world, arguments[n]) for n in names}
         )
@@ -169,7 +165,7 @@ class Reconciler:
     async def _transition(self, trigger: str, names: tuple[str, ...]) -> None:
         """Run a transition on all its workers: releases everywhere, then acquisitions."""
         sources = {n: self._worker(n).state for n in names}
-        before, began = self.world, _now()
+        before, began = self.world, now()
         link = self._joint(names[0], trigger)
         hub = self._is_hub(names[0])
         self._apply(Begin(trigger, names, version=self.start_version if hub else None))
@@ -243,8 +239,8 @@ class Reconciler:
     def _done(self, effects: dict[str, list[Effect]]) -> None:
         """Apply what was done in an order that is legal: the link comes last on every end."""
         while waiting := [n for n, done in effects.items() if done]:
-            now = enabled(self.system, self.world)
-            due = [n for n in waiting if effects[n][0] in now]
+            may = enabled(self.system, self.world)
+            due = [n for n in waiting if effects[n][0] in may]
             # Where none is due, the first one's refusal says why.
             for name in due or waiting[:1]:
                 self._apply(Done(effects[name].pop(0)))
@@ -285,7 +281,7 @@ class Reconciler:
             await self._bury(name)
 
     async def _sever(self, name: str, link: str) -> None:
-        source, began = self._worker(name).state, _now()
+        source, began = self._worker(name).state, now()
         self._apply(Sever(name, link))
         before = self.world
         told = await self._gather({name: self.ports[name].sever(link, before)})
@@ -297,7 +293,7 @@ class Reconciler:
         """End what is left of a dead worker; only when it is seen dead its claim ends."""
         await self.ports[name].kill()
         self._apply(Confirmed(name))
-        self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, _now(), None)
+        self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, now(), None)
         del self._dead[name]
         told = (await self._gather({name: self.ports[name].respawn()}))[name]
         if isinstance(told, BaseException):
@@ -348,7 +344,7 @@ class Reconciler:
                 self._revoke(link, self.world.links[i].epoch, f"{name} died")
         source = self._worker(name).state
         self._apply(Died(name))
-        self._record(name, Kind.FAULT, "died", source, _now(), why)
+        self._record(name, Kind.FAULT, "died", source, now(), why)
         peers = [n for n in self.system.names if n != name and self._worker(n).live]
         await asyncio.gather(*(self.ports[n].died(name) for n in peers), return_exceptions=True)
 
@@ -392,7 +388,7 @@ class Reconciler:
                 dest=str(worker.state),
                 epoch=max(worker.epochs, default=0),
                 version=str(worker.version) if worker.version else None,
-                seconds=round(_now() - began, 6),
+                seconds=round(now() - began, 6),
                 ok=error is None,
                 error=error,
                 **((rank == 0 and moved) or {}),

@@ -22,3 +22,10 @@ def test_a_worker_that_is_lost_as_several_begin_does_not_keep_the_others_from_ar
 
     assert result.fired
     assert result.end == "finished"
+
+
+def test_what_was_acquired_before_the_others_told_does_not_end_a_run_when_one_is_lost() -> None:
+    result = came_to("colocated_critic", Fault("rollout-0", "call acquire", What.LOST, 5))
+
+    assert result.fired
+    assert result.end == "finished"

@@ -93,10 +93,13 @@ class Driver:
             TrainerLost: an actor or critic died and there is no checkpoint to go back to.
         """
         step, reached, losses = self.first_step, 0, 0
+        lost: TrainerLost | None = None
         if step == 1:
             await self._sequence(self.spec.schedule.prologue)
         while True:
             try:
+                if lost is not None:
+                    step, lost = await self._rewind(lost), None
                 while step <= self.config.steps:
                     await self._step(step)
                     step += 1
@@ -104,10 +107,9 @@ class Driver:
                 return await self._sequence(self.spec.schedule.epilogue)
             except TrainerLost as error:
                 losses = losses + 1 if step <= reached else 1
-                reached = max(reached, step)
-                if losses >= ATTEMPTS:
+                reached, lost = max(reached, step), error
+                if losses >= ATTEMPTS or self.checkpoints.latest() is None:
                     raise
-                step = await self._rewind(error)
 
     async def _rewind(self, error: TrainerLost) -> int:
         """Go back to the last checkpoint; gives the step to go on with."""

@@ -303,7 +303,7 @@ class Reconciler:
         told = (await self._gather({name: self.ports[name].respawn()}))[name]
         if isinstance(told, BaseException):
             await self._declare_dead(name, str(told))
-            raise told
+            self._raise("respawn", {name: told})
 
     async def _gather(self, calls: Mapping[str, Awaitable[T]]) -> dict[str, T | BaseException]:
         """Await all; as soon as one fails, end what the others may wait for."""

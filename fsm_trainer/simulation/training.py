@@ -218,7 +218,6 @@ class _Simulation:
         """A run may end early only by what recovery can't mend."""
         fired, text = self.site.fired, f"{type(error).__name__}: {error}"
         trainers = [f for f in fired if self.system.names[f.worker] is not Role.ROLLOUT]
-        respawned = any(f.where == "call respawn" for f in trainers)
         actions = {a for t in self.system.spec.roles.values() for a in t.actions} - {"push"}
         match error:
             case TrainerLost():
@@ -231,7 +230,7 @@ class _Simulation:
             ):
                 excused = True
             case WorkerLost() | EffectFailed() | ActionFailed():
-                excused = len(fired) >= ATTEMPTS or respawned
+                excused = len(fired) >= ATTEMPTS
             case _:
                 excused = False
         return "" if excused else f"nothing excuses this end: {text}"

@@ -29,3 +29,11 @@ def test_what_was_acquired_before_the_others_told_does_not_end_a_run_when_one_is
 
     assert result.fired
     assert result.end == "finished"
+
+
+def test_a_trainer_that_can_not_be_started_again_at_once_is_tried_again() -> None:
+    train = Fault("actor", "train", What.CRASH_BEFORE, 3)
+    result = came_to("disaggregated", train, Fault("actor", "call respawn", What.FAIL), steps=4)
+
+    assert len(result.fired) == 2
+    assert result.end == "finished"

@@ -84,11 +84,35 @@ def draw(system: System, seed: int, random: Random, most: int) -> tuple[Fault, .
     known = points(system)
     chosen = [known[seed % len(known)]]
     chosen += [random.choice(known) for _ in range(random.randrange(most))]
-    faults = []
+    faults: list[Fault] = []
     for role, where, what in chosen:
         worker = random.choice([name for name, r in system.names.items() if r is role])
-        # What only follows another fault seldom happens twice.
-        rare = where in ("call undo", "call sever", "call respawn", "call kill")
-        nth = 1 if rare or random.random() < 0.2 else random.randint(2, 12)
-        faults.append(Fault(worker, where, what, nth))
-    return tuple(dict.fromkeys(faults))
+        nth = 1 if random.random() < 0.2 else random.randint(2, 12)
+        faults += alone(system, worker, where, what, nth)
+    return tuple(dict.fromkeys(faults[:most]))
+
+
+def alone(system: System, worker: str, where: str, what: What, nth: int = 1) -> tuple[Fault, ...]:
+    """A fault, after another one where only that leads to its boundary."""
+    cause = _cause(system, worker, where, nth)
+    return (*cause, Fault(worker, where, what, 1 if cause else nth))
+
+
+def _cause(system: System, worker: str, where: str, nth: int) -> tuple[Fault, ...]:
+    table = system.table(worker)
+    match where:
+        case "call kill" | "call respawn":
+            # A trainer is started again only where there is a checkpoint to go back to.
+            work = {Role.ACTOR: "train", Role.CRITIC: "values"}.get(system.names[worker])
+            fault = Fault(worker, work or "generate", What.CRASH_BEFORE, nth + 2)
+            return (fault,)
+        case "call undo":
+            last = max(table.holds.values(), key=len)[-1]
+            return (Fault(worker, f"{Op.ACQUIRE} {last}", What.FAIL, nth),)
+        case "call died":
+            peer = next(name for name in system.names if name != worker)
+            return (Fault(peer, "call commit", What.CRASH_BEFORE, nth),)
+        case "call sever":
+            peer = next(n for n in reversed([*system.names]) if n != worker)
+            return (Fault(peer, "push", What.CRASH_BEFORE, nth),)
+    return ()

@@ -90,22 +90,18 @@ def shrunk(result: Result) -> Result:
     """The same training with as few of its faults, and steps, as still make it fail."""
     with quiet():
         for steps in (2, 4, 8):
-            shorter = replace(result.training, steps=steps)
-            if (
-                steps < result.training.steps
-                and (fewer := simulate(shorter, result.faults)).failure
-            ):
-                result = fewer
-                break
-        faults = list(result.fired)
-        if (only := simulate(result.training, faults)).failure:
-            result = only
-        for fault in tuple(faults):
-            rest = [f for f in faults if f != fault]
-            without = simulate(result.training, rest)
-            if without.failure:
-                result, faults = without, rest
+            if steps < result.training.steps:
+                result = _still(result, steps=steps)
+        result = _still(result, faults=result.fired)
+        for fault in result.fired:
+            result = _still(result, faults=tuple(f for f in result.fired if f != fault))
     return result
+
+
+def _still(result: Result, **smaller: Any) -> Result:
+    """What a smaller training came to, if it fails too."""
+    tried = simulate(replace(result.training, **smaller))
+    return tried if tried.failure else result
 
 
 def story(result: Result, last: int = 20) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -38,8 +37,8 @@ from fsm_trainer.verify.conformance import check_journal
 
 MOST_FAULTS = ATTEMPTS
 """Of a run; more could use up the attempts of one phase."""
-LONGEST = 2 * 24 * 3600.0
-"""Virtual seconds after which a run counts as stuck; a hang costs at most an hour."""
+HANG, STEP = 3700.0, 300.0
+"""Virtual seconds that a fault and a step may cost at most; a run that needs more is stuck."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class Training:
     seed: int
     steps: int = 20
     rollouts: int = 2
+    faults: tuple[Fault, ...] | None = None
+    """What goes wrong; by default what the seed draws."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,8 @@ class Result:
     """What a simulated training came to."""
 
     training: Training
-    faults: tuple[Fault, ...]
-    """What was asked for."""
     fired: tuple[Fault, ...]
-    """What came to pass."""
+    """The faults that came to pass."""
     failure: str
     """Why it is wrong; empty if all is well."""
     end: str
@@ -110,18 +109,18 @@ def configured(training: Training) -> Run:
     return Run(config, spec, ())
 
 
-def drawn(training: Training) -> tuple[Fault, ...]:
-    """The faults of a training's seed."""
+def faults_of(training: Training) -> tuple[Fault, ...]:
+    """The faults of a training."""
+    if training.faults is not None:
+        return training.faults
     system = configured(training).system
     return draw(system, training.seed, Random(training.seed), MOST_FAULTS)
 
 
-def simulate(training: Training, faults: Sequence[Fault] | None = None) -> Result:
-    """Run a training; the same one with the same faults tells the same story."""
+def simulate(training: Training) -> Result:
+    """Run a training; the same one tells the same story."""
     with tempfile.TemporaryDirectory() as folder:
-        return _Simulation(training, drawn(training) if faults is None else faults).run(
-            Path(folder)
-        )
+        return _Simulation(training).run(Path(folder))
 
 
 class _Watched(Journal):
@@ -139,11 +138,12 @@ class _Watched(Journal):
 
 
 class _Simulation:
-    def __init__(self, training: Training, faults: Sequence[Fault]) -> None:
-        self.training, self.faults = training, tuple(faults)
+    def __init__(self, training: Training) -> None:
+        self.training, self.faults = training, faults_of(training)
         self.setup, random = configured(training), Random(training.seed)
         self.system = self.setup.system
-        self.site = Site(self.system, random, faults)
+        self.longest = (2 + len(self.faults)) * HANG + training.steps * STEP
+        self.site = Site(self.system, random, self.faults)
         self.loop = SimulatedLoop(random, lambda: self.site.violation)  # type: ignore[abstract]
         self.end: FsmError | None = None
 
@@ -153,7 +153,7 @@ class _Simulation:
         with metrics, _Watched(folder / "journal.jsonl", self.site, self.loop) as journal:
             failure = ""
             try:
-                self.loop.run(self._train(folder, journal, metrics, checkpoints), LONGEST)
+                self.loop.run(self._train(folder, journal, metrics, checkpoints), self.longest)
                 failure = self._wrong(journal, checkpoints)
             except (Stuck, Violated) as problem:
                 failure = str(problem)
@@ -162,7 +162,6 @@ class _Simulation:
         end = f"{type(self.end).__name__}: {self.end}" if self.end else "finished"
         return Result(
             self.training,
-            self.faults,
             tuple(self.site.fired),
             failure,
             failure or end,

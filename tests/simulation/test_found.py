@@ -11,7 +11,7 @@ from fsm_trainer.simulation.training import Result, Training, simulate
 
 def came_to(schedule: str, *faults: Fault, steps: int = 2) -> Result:
     with quiet():
-        return simulate(Training(schedule, seed=0, steps=steps), faults)
+        return simulate(Training(schedule, seed=0, steps=steps, faults=faults))
 
 
 @pytest.mark.parametrize("what", [What.LOST, What.CRASH_BEFORE])

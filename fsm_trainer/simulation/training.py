@@ -83,7 +83,14 @@ _plans: dict[object, tuple[Move, ...]] = {}
 
 def planned(system: System, world: World, phase: Phase) -> tuple[Move, ...]:
     """The planner's way; seeds come to the same positions, and planning is most of their time."""
-    key = (system.spec.name, tuple(system.names), position(world), phase.name)
+    # No guard calculates with versions, so their order is all that a plan depends on.
+    numbers = sorted({w.version.number for w in world.workers if w.version})
+    workers = tuple(
+        w._replace(version=w.version and w.version._replace(number=numbers.index(w.version.number)))
+        for w in world.workers
+    )
+    here = position(world._replace(workers=workers))
+    key = (system.spec.name, tuple(system.names), here, phase.name)
     if key not in _plans:
         _plans[key] = plan(system, world, phase)
     return _plans[key]

@@ -318,7 +318,7 @@ class Reconciler:
                         log.debug("a worker failed", worker=name, error=str(problem))
                         await self._broken(name, problem, todo)
         except asyncio.CancelledError:
-            for task in todo:
+            for task in tasks.values():  # not a set's order: a simulation must repeat
                 task.cancel()
             raise
         return {n: t.exception() or t.result() for n, t in tasks.items()}

@@ -9,6 +9,7 @@ import typer
 from fsm_trainer.cli.proofs import check
 from fsm_trainer.cli.questions import explain, trace
 from fsm_trainer.cli.runs import doctor, report, run
+from fsm_trainer.cli.simulation import simulate
 from fsm_trainer.cli.tables import graph, plan, validate
 
 app = typer.Typer(
@@ -18,7 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (run, validate, plan, check, graph, explain, trace, report, doctor):
+for command in (
+    run, validate, plan, check, simulate, graph, explain, trace, report, doctor,
+):  # fmt: skip
     app.command()(command)
 
 

@@ -125,7 +125,7 @@ def _classes(system: System, world: World) -> list[tuple[str, ...]]:
 
 
 def _search(system: System, start: World, phase: Phase) -> tuple[Move, ...]:
-    seen, todo = {_position(start)}, deque([(start, tuple[Move, ...]())])
+    seen, todo = {position(start)}, deque([(start, tuple[Move, ...]())])
     while todo:
         world, way = todo.popleft()
         if ready(system, world, phase):
@@ -135,8 +135,8 @@ def _search(system: System, start: World, phase: Phase) -> tuple[Move, ...]:
                 after = apply(system, world, move)
             except Refused:
                 continue
-            if _position(after) not in seen:
-                seen.add(_position(after))
+            if position(after) not in seen:
+                seen.add(position(after))
                 todo.append((after, (*way, move)))
     because = [*unmet(system, start, phase)]
     raise Refused("the planner", "stuck", phase.name, because, "no sequence of moves leads there")
@@ -156,7 +156,7 @@ def _moves(system: System, world: World) -> list[Move]:
     return sorted((m for m in found if m.workers), key=lambda m: (ORDER.index(m.name), m.workers))
 
 
-def _position(world: World) -> object:
+def position(world: World) -> object:
     """What guards can tell of a world: epochs and lineages are read by equality only.
 
     So there are finitely many positions, although epochs and lineages only grow.

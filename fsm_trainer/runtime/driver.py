@@ -7,7 +7,6 @@ its lanes for each step, and its epilogue; lanes run side by side.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,7 @@ from fsm_trainer.runtime.checkpoints import Checkpoints, Position
 from fsm_trainer.runtime.config import Only, Run
 from fsm_trainer.runtime.dispatch import Dispatcher
 from fsm_trainer.runtime.metrics import MetricsWriter, Stage
-from fsm_trainer.runtime.port import DataPort, Outcome
+from fsm_trainer.runtime.port import DataPort, Outcome, now
 from fsm_trainer.runtime.reconciler import ATTEMPTS, Reconciler, TrainerLost
 
 log = structlog.get_logger(__name__)
@@ -94,10 +93,13 @@ class Driver:
             TrainerLost: an actor or critic died and there is no checkpoint to go back to.
         """
         step, reached, losses = self.first_step, 0, 0
+        lost: TrainerLost | None = None
         if step == 1:
             await self._sequence(self.spec.schedule.prologue)
         while True:
             try:
+                if lost is not None:
+                    step, lost = await self._rewind(lost), None
                 while step <= self.config.steps:
                     await self._step(step)
                     step += 1
@@ -105,10 +107,9 @@ class Driver:
                 return await self._sequence(self.spec.schedule.epilogue)
             except TrainerLost as error:
                 losses = losses + 1 if step <= reached else 1
-                reached = max(reached, step)
-                if losses >= ATTEMPTS:
+                reached, lost = max(reached, step), error
+                if losses >= ATTEMPTS or self.checkpoints.latest() is None:
                     raise
-                step = await self._rewind(error)
 
     async def _rewind(self, error: TrainerLost) -> int:
         """Go back to the last checkpoint; gives the step to go on with."""
@@ -139,7 +140,7 @@ class Driver:
             await self._phase(phase)
 
     async def _step(self, step: int) -> None:
-        began = time.monotonic()
+        began = now()
         self.progress = Progress(step, Stage.TRAIN)
         every = self.config.evaluation.every
         if every and step > 1 and (step - 1) % every == 0 and self.run.only is None:
@@ -156,7 +157,7 @@ class Driver:
         self.metrics.write(
             step,
             self.progress.numbers,
-            seconds=time.monotonic() - began,
+            seconds=now() - began,
             tokens=self.progress.tokens,
             phase_seconds=self.progress.phases,
         )
@@ -175,7 +176,7 @@ class Driver:
         return isinstance(algorithm, PPOConfig) and step <= algorithm.critic_warmup_steps
 
     async def _phase(self, name: str) -> None:
-        phase, began = self.spec.phases[name], time.monotonic()
+        phase, began = self.spec.phases[name], now()
         for attempt in range(1, ATTEMPTS + 1):
             await self.reconciler.reach(phase)
             try:
@@ -190,7 +191,7 @@ class Driver:
                     raise
                 log.warning("the phase begins again", phase=name, error=str(error))
         spent = self.progress.phases
-        spent[name] = spent.get(name, 0.0) + time.monotonic() - began
+        spent[name] = spent.get(name, 0.0) + now() - began
         self.told(self.progress, name)
 
     @property

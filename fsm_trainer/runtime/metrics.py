@@ -6,7 +6,7 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,9 +91,14 @@ class Sink(Protocol):
 class MetricsWriter(LineFile):
     """Appends rows to ``metrics.jsonl`` and hands their numbers to the sinks; thread-safe."""
 
-    def __init__(self, path: Path, sinks: tuple[Sink, ...] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        sinks: tuple[Sink, ...] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         super().__init__(path)
-        self._sinks = sinks
+        self._sinks, self._clock = sinks, clock
 
     def write(
         self,
@@ -112,7 +117,7 @@ class MetricsWriter(LineFile):
         fields: dict[str, Any] = {
             "format": FORMAT,
             "step": step,
-            "time": time.time(),
+            "time": self._clock(),
             "seconds": seconds,
             "tokens": tokens,
             "phase_seconds": dict(phase_seconds or {}),

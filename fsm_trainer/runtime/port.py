@@ -128,6 +128,11 @@ class DataPort(Protocol):
         ...
 
 
+def now() -> float:
+    """Seconds by the running loop's clock: of a simulation, virtual ones."""
+    return asyncio.get_running_loop().time()
+
+
 def problem_of(task: asyncio.Future[Any]) -> BaseException | str | None:
     """What a call ended with, if not well: an error, or a report of an effect that failed."""
     error = task.exception()

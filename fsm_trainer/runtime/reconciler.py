@@ -8,7 +8,6 @@ the same code: a fault changes the world, and the next plan starts from there.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -45,7 +44,7 @@ from fsm_trainer.machine.step import step
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 from fsm_trainer.runtime.journal import Journal, Kind
-from fsm_trainer.runtime.port import Outcome, WorkerPort, moved_by, problem_of
+from fsm_trainer.runtime.port import Outcome, WorkerPort, moved_by, now, problem_of
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -71,10 +70,11 @@ class Reconciler:
         journal: Journal,
         revoke: Callable[[str, int, str], None],
         push: Callable[[], Awaitable[None]] | None = None,
+        planned: Callable[[System, World, Phase], tuple[Move, ...]] = plan,
     ) -> None:
         self.system, self.ports, self.journal = system, ports, journal
         self.world = system.initial()
-        self.push = push
+        self.push, self._planned = push, planned
         self.start_version: Version | None = None
         """What ``start`` restores the hub's weights to, after a checkpoint."""
         self._revoke = revoke
@@ -86,12 +86,12 @@ class Reconciler:
         """Go on from the world that an earlier process of the run left: its workers are dead."""
         self.world = world
         for name in self.system.names:
-            source, now = self._worker(name).state, time.monotonic()
+            source, began = self._worker(name).state, now()
             if self._worker(name) != self.system.initial().workers[0]:
                 self._apply(Died(name))
-                self._record(name, Kind.FAULT, "died", source, now, "the run was resumed")
+                self._record(name, Kind.FAULT, "died", source, began, "the run was resumed")
                 self._apply(Confirmed(name))
-                self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, now, None)
+                self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, began, None)
 
     async def reach(self, phase: Phase) -> None:
         """Go where the phase's wants hold and its action is legal.
@@ -106,7 +106,7 @@ class Reconciler:
                 await self._recover()
                 if ready(self.system, self.world, phase):
                     return
-                await self._move(plan(self.system, self.world, phase)[0])
+                await self._move(self._planned(self.system, self.world, phase)[0])
             except TrainerLost:
                 raise
             except (EffectFailed, ActionFailed, WorkerLost) as error:
@@ -131,7 +131,7 @@ class Reconciler:
         groups = [names] if joint else [(name,) for name in names]
         for group in groups:
             self._apply(Act(action, group))
-        began = time.monotonic()
+        began = now()
         results = await self._gather(
             {n: self.ports[n].act(action, self.world, arguments[n]) for n in names}
         )
@@ -165,7 +165,7 @@ class Reconciler:
     async def _transition(self, trigger: str, names: tuple[str, ...]) -> None:
         """Run a transition on all its workers: releases everywhere, then acquisitions."""
         sources = {n: self._worker(n).state for n in names}
-        before, began = self.world, time.monotonic()
+        before, began = self.world, now()
         link = self._joint(names[0], trigger)
         hub = self._is_hub(names[0])
         self._apply(Begin(trigger, names, version=self.start_version if hub else None))
@@ -176,9 +176,10 @@ class Reconciler:
             for n in names
         }
         failed = await self._absorb(await self._gather(calls))
-        if not failed:
-            acquired = await self._gather({n: self.ports[n].acquire() for n in names})
-            failed = await self._absorb(acquired)
+        if link is None or not failed:
+            going = [n for n in names if n not in failed]
+            acquired = await self._gather({n: self.ports[n].acquire() for n in going})
+            failed |= await self._absorb(acquired)
         movers = [n for n in names if self._worker(n).move is not None]
         undone = [n for n in movers if n in failed or (link is not None and failed)]
         done = tuple(n for n in movers if n not in undone)
@@ -238,11 +239,16 @@ class Reconciler:
     def _done(self, effects: dict[str, list[Effect]]) -> None:
         """Apply what was done in an order that is legal: the link comes last on every end."""
         while waiting := [n for n, done in effects.items() if done]:
-            now = enabled(self.system, self.world)
-            due = [n for n in waiting if effects[n][0] in now]
+            may = enabled(self.system, self.world)
+            due = [n for n in waiting if effects[n][0] in may]
             # Where none is due, the first one's refusal says why.
             for name in due or waiting[:1]:
-                self._apply(Done(effects[name].pop(0)))
+                try:
+                    self._apply(Done(effects[name].pop(0)))
+                except Refused:
+                    if not falling(self.system, self.world, name):
+                        raise
+                    effects[name].clear()  # it came before others told; the undo gives it back
 
     async def _undo(self, name: str) -> None:
         if not falling(self.system, self.world, name):
@@ -280,7 +286,7 @@ class Reconciler:
             await self._bury(name)
 
     async def _sever(self, name: str, link: str) -> None:
-        source, began = self._worker(name).state, time.monotonic()
+        source, began = self._worker(name).state, now()
         self._apply(Sever(name, link))
         before = self.world
         told = await self._gather({name: self.ports[name].sever(link, before)})
@@ -292,12 +298,12 @@ class Reconciler:
         """End what is left of a dead worker; only when it is seen dead its claim ends."""
         await self.ports[name].kill()
         self._apply(Confirmed(name))
-        self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, time.monotonic(), None)
+        self._record(name, Kind.FAULT, "confirmed", State.DISCONNECTED, now(), None)
         del self._dead[name]
         told = (await self._gather({name: self.ports[name].respawn()}))[name]
         if isinstance(told, BaseException):
             await self._declare_dead(name, str(told))
-            raise told
+            self._raise("respawn", {name: told})
 
     async def _gather(self, calls: Mapping[str, Awaitable[T]]) -> dict[str, T | BaseException]:
         """Await all; as soon as one fails, end what the others may wait for."""
@@ -312,7 +318,7 @@ class Reconciler:
                         log.debug("a worker failed", worker=name, error=str(problem))
                         await self._broken(name, problem, todo)
         except asyncio.CancelledError:
-            for task in todo:
+            for task in tasks.values():  # not a set's order: a simulation must repeat
                 task.cancel()
             raise
         return {n: t.exception() or t.result() for n, t in tasks.items()}
@@ -343,7 +349,7 @@ class Reconciler:
                 self._revoke(link, self.world.links[i].epoch, f"{name} died")
         source = self._worker(name).state
         self._apply(Died(name))
-        self._record(name, Kind.FAULT, "died", source, time.monotonic(), why)
+        self._record(name, Kind.FAULT, "died", source, now(), why)
         peers = [n for n in self.system.names if n != name and self._worker(n).live]
         await asyncio.gather(*(self.ports[n].died(name) for n in peers), return_exceptions=True)
 
@@ -387,7 +393,7 @@ class Reconciler:
                 dest=str(worker.state),
                 epoch=max(worker.epochs, default=0),
                 version=str(worker.version) if worker.version else None,
-                seconds=round(time.monotonic() - began, 6),
+                seconds=round(now() - began, 6),
                 ok=error is None,
                 error=error,
                 **((rank == 0 and moved) or {}),

@@ -19,6 +19,7 @@ ROWS = (
     ("training", "engines", "sync", "algorithms", "data", "checks"),
     ("workers",),
     ("runtime",),
+    ("simulation",),
     ("cli",),
 )
 """From the bottom up; what stands in one row may import only what SIBLINGS says."""
@@ -36,7 +37,15 @@ HEAVY = TORCH | {"ray"}
 NEVER = {"machine": HEAVY | {"asyncio"}, "document": HEAVY | {"asyncio"}}
 """What a part may not import at all, not even inside a function."""
 
-LIGHT = ("data", "engines/contract.py", "engines/embedded.py", "runtime", "cli", "__init__.py")
+LIGHT = (
+    "data",
+    "engines/contract.py",
+    "engines/embedded.py",
+    "runtime",
+    "simulation",
+    "cli",
+    "__init__.py",
+)
 """What may import TORCH only inside functions."""
 
 

@@ -1,0 +1,1 @@
+"""Deterministic simulation: the real driver and reconciler over simulated workers."""

@@ -1,0 +1,245 @@
+"""One life of a simulated worker: the real `Lifecycle` over resources that only say they exist."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fsm_trainer.machine import events as on
+from fsm_trainer.machine import legal
+from fsm_trainer.machine.errors import ActionFailed, LeaseExpired
+from fsm_trainer.machine.events import Effect, Op
+from fsm_trainer.machine.lifecycle import Lifecycle, Report, Resource
+from fsm_trainer.machine.names import Role
+from fsm_trainer.machine.version import Version
+from fsm_trainer.machine.world import World
+from fsm_trainer.simulation.faults import What
+from fsm_trainer.sync.manifest import Transfer
+
+if TYPE_CHECKING:
+    from fsm_trainer.simulation.site import Site
+
+
+class Weights(NamedTuple):
+    """Weights, told apart by what they have learned."""
+
+    draws: tuple[int, ...]
+    """What they were trained on, in order."""
+    stamp: int
+    """Two weights are the same only if one update made both."""
+
+
+class Batch(NamedTuple):
+    """Trajectories of one draw, all made by the same weights; a part of them, or all."""
+
+    draw: int
+    parts: frozenset[int]
+    weights: Weights
+    version: Version
+
+
+class Crashed(BaseException):
+    """The process ends here."""
+
+
+class Hung(BaseException):
+    """The process goes nowhere from here."""
+
+
+class Process(Lifecycle):
+    """A process of a worker, until it dies; ``weights`` are what it has learned or was sent."""
+
+    def __init__(self, site: Site, name: str, weights: Weights | None) -> None:
+        self.site, self.weights = site, weights
+        self.alive, self.stuck = True, False
+        self.has: dict[str, int] = {}
+        """What it truly holds, each with its epoch."""
+        self.mailbox = asyncio.Lock()
+        self._armed: What | None = None
+        known = {r for held in site.system.table(name).holds.values() for r in held}
+        resources: dict[str, Resource] = {r: Held(self, r) for r in known}
+        super().__init__(site.system, name, resources)
+        self.role: Role = site.system.names[name]
+
+    def die(self) -> None:
+        """End; a device's memory is free at once."""
+        if self.alive:
+            self.alive = False
+            self.has.clear()
+            self.site.died(self)
+
+    def effect(self, effect: Effect) -> None:
+        """Run an effect, or what the seed makes of it."""
+        what, self._armed = self._armed, None
+        if effect.op is Op.RELEASE:
+            what = self.site.fault(self.name, str(effect))
+        if what is What.FAIL:
+            raise ActionFailed(f"{effect}: a fault of the simulation")
+        stop_at(what, What.CRASH_BEFORE, What.HANG)
+        if effect.op is Op.ACQUIRE:
+            if effect.resource in self.site.system.links:
+                group = self.site.group(effect.resource, effect.epoch)
+                if group.error is not None:
+                    raise group.error
+            self.has[effect.resource] = effect.epoch
+        else:
+            self.has.pop(effect.resource, None)
+        if effect.resource == "weights" and self.role is Role.ROLLOUT:
+            self.weights = None
+        self.site.tell(f"{self.name}: {effect}")
+        self.site.look()
+        stop_at(what, What.CRASH_AFTER)
+
+    async def acquire_in_time(self, deadline: float) -> Report:
+        """As :meth:`acquire`, but others go on between its effects and while it waits."""
+        done: list[Effect] = []
+        while due := [e for e in legal.enabled(self.system, self.world) if e.op is Op.ACQUIRE]:
+            effect = due[0]
+            await self.site.pause(1.0)
+            self._armed = self.site.fault(self.name, str(effect))
+            try:
+                if self._armed is What.LATE:
+                    await self.late(deadline)
+                if effect.resource in self.system.links and self._armed is None:
+                    members = self.world.links[self.system.links[effect.resource]].members
+                    await self.site.group(effect.resource, effect.epoch).arrive(self, members)
+                self._resources[effect.resource].acquire(effect)
+            except Exception as problem:
+                self._failed(effect)
+                error = f"{type(problem).__name__}: {problem}"
+                return Report(self.worker, tuple(done), effect, error)
+            self._apply(on.Done(effect))
+            done.append(effect)
+        return Report(self.worker, tuple(done))
+
+    async def late(self, deadline: float) -> None:
+        """Go on only when nobody waits any more."""
+        self.stuck = True
+        await asyncio.sleep(deadline + 1)
+        await self.site.pause(10.0)
+
+    def peer_died(self, peer: str) -> None:
+        """As the hosts do: a lease that the dead was a member of ends here at once."""
+        members = [
+            link for link, i in self.system.links.items() if peer in self.world.links[i].members
+        ]
+        super().peer_died(peer)
+        for link in members:
+            epoch = self.has.get(link, self.world.links[self.system.links[link]].epoch)
+            self.site.group(link, epoch).end(LeaseExpired(link, epoch, f"{peer} died"))
+
+    async def act(
+        self, action: str, world: World, arguments: tuple[Any, ...], deadline: float
+    ) -> tuple[Any, Any]:
+        """Run an action; gives its payload and value."""
+        with self.action(action, world):
+            what = self.site.fault(self.name, action)
+            if what is What.FAIL:
+                raise ActionFailed(f"{action}: a fault of the simulation")
+            if what is What.LATE:
+                await self.late(deadline)
+            stop_at(what, What.CRASH_BEFORE, What.HANG)
+            self.site.tell(f"{self.name}: {action}")
+            self.site.look()
+            self._lacks(action)
+            await self.site.pause(5.0)
+            told = await WORK[action](self, arguments)
+            self._lacks(action)
+            stop_at(what, What.CRASH_AFTER)
+        if what is What.LOST:
+            await self.late(deadline)
+        return told
+
+    def _lacks(self, action: str) -> None:
+        needs = self.system.table(self.name).actions[action].needs
+        if self.alive and not needs <= self.has.keys():
+            self.site.violate(f"7: {self.name} is at {action} and holds only {sorted(self.has)}")
+
+
+class Held:
+    """A resource of a simulated process."""
+
+    def __init__(self, process: Process, name: str) -> None:
+        self._process, self._name = process, name
+
+    def acquire(self, effect: Effect) -> None:
+        """Take it."""
+        self._process.effect(effect)
+
+    def release(self, effect: Effect) -> None:
+        """Give it back."""
+        self._process.effect(effect)
+
+
+def stop_at(what: What | None, *kinds: What) -> None:
+    """End or hang here, if that is what goes wrong."""
+    if what in kinds:
+        raise Hung if what is What.HANG else Crashed
+
+
+async def _generate(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    (draw, part), *_ = arguments
+    if me.weights is None or me.worker.version is None:
+        me.site.violate(f"5: {me.name} serves torn weights")
+        return None, 0
+    return Batch(draw, frozenset({part}), me.weights, me.worker.version), 10
+
+
+async def _warm_up(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    me.weights = me.site.trained()
+    return None, {}
+
+
+async def _values(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    batch: Batch = arguments[0]
+    before = me.weights.draws if me.weights else ()
+    me.weights = me.site.trained(*before, batch.draw)
+    return batch.draw, {}
+
+
+async def _train(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    batch, advantages, *_ = arguments
+    if batch.weights != me.weights:
+        me.site.violate(f"5: the actor trains on what {batch.weights} made, it is {me.weights}")
+    if advantages is not None and advantages != batch.draw:
+        me.site.violate(f"the advantages are of draw {advantages}, the batch of {batch.draw}")
+    before = me.weights.draws if me.weights else ()
+    me.weights = me.site.trained(*before, batch.draw)
+    return None, {}
+
+
+async def _save(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    (folder,) = arguments
+    if me.weights is not None:
+        me.site.saved[folder.parent.name, folder.name] = me.weights
+    return None, None
+
+
+async def _push(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """All ends meet, the bytes travel, and each end has them at a time of its own."""
+    link, i = next(iter(me.system.links.items()))
+    epoch, members = me.worker.epochs[i], me.world.links[i].members
+    group = me.site.group(link, epoch)
+    if me.role is Role.ROLLOUT:
+        me.weights = None
+    turn = group.pushing[me.name] = group.pushing.get(me.name, 0) + 1
+    group.changed()
+    await group.until(me, lambda: all(group.pushing.get(m, 0) >= turn for m in members), members)
+    await me.site.pause(2.0)
+    if me.role is not Role.ROLLOUT:
+        return None, Transfer(1, 1.0)
+    if group.error is not None:
+        raise group.error
+    hub = me.system.spec.links[link].hub
+    senders = [p for n, p in group.arrived.items() if me.system.names[n] is hub]
+    if not senders[0].alive:
+        raise LeaseExpired(link, epoch, "the sender is gone")
+    me.weights = senders[0].weights
+    return None, None
+
+
+WORK: dict[str, Callable[[Process, tuple[Any, ...]], Awaitable[tuple[Any, Any]]]] = {
+    "generate": _generate, "evaluate": _generate, "warm_up": _warm_up, "values": _values,
+    "train": _train, "save": _save, "push": _push,
+}  # fmt: skip

@@ -1,0 +1,212 @@
+"""The simulation itself: it replays, it reaches every fault, and it finds what is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from fsm_trainer.machine.events import Acted
+from fsm_trainer.machine.spec import load, schedules
+from fsm_trainer.machine.world import System, World
+from fsm_trainer.runtime import reconciler
+from fsm_trainer.runtime.driver import Driver
+from fsm_trainer.runtime.reconciler import LOST, Reconciler
+from fsm_trainer.simulation import training
+from fsm_trainer.simulation.faults import alone, points
+from fsm_trainer.simulation.loop import SimulatedLoop, Stuck
+from fsm_trainer.simulation.seeds import Campaign, campaign, quiet, shrunk, story
+from fsm_trainer.simulation.training import Training, simulate
+
+SEEDS = 12
+MUTANT_SEEDS = 200
+
+
+@pytest.fixture(autouse=True)
+def plans_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a broken runtime planned is not for the tests after it."""
+    monkeypatch.setattr(training, "_plans", {})
+
+
+@pytest.fixture
+def silent() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+@pytest.mark.parametrize("schedule", schedules())
+def test_trainings_with_faults_end_well_or_with_an_error_that_the_faults_explain(
+    schedule: str,
+) -> None:
+    trainings = [Training(schedule, seed, steps=8) for seed in range(1000, 1000 + SEEDS)]
+
+    failed = [story(result) for result in campaign(trainings) if result.failure]
+
+    assert failed == []
+
+
+@pytest.mark.parametrize("schedule", schedules())
+def test_a_training_without_faults_finishes(schedule: str, silent: None) -> None:
+    result = simulate(Training(schedule, seed=3, steps=6, faults=()))
+
+    assert (result.failure, result.end) == ("", "finished")
+
+
+@pytest.mark.parametrize("schedule", schedules())
+def test_every_role_meets_every_fault_at_every_boundary(schedule: str) -> None:
+    system, trainings = System.of(load(schedule), 2), []
+    for seed, (role, where, what) in enumerate(points(system)):
+        worker = next(name for name, r in system.names.items() if r is role)
+        faults = alone(system, worker, where, what)
+        steps = 4 if where in ("call kill", "call respawn") else 2
+        trainings.append(Training(schedule, seed, steps, faults=faults))
+
+    came = Campaign()
+    for result in campaign(trainings):
+        came.add(result)
+
+    assert [story(result) for result in came.failed] == []
+    assert came.missed(trainings[0]) == []
+
+
+def test_a_seed_replays_exactly(silent: None) -> None:
+    run = Training("colocated_critic", seed=59, steps=6)
+
+    first, second = simulate(run), simulate(run)
+
+    assert first == second
+    assert len(first.told) > 100
+
+
+def test_a_seed_replays_exactly_in_a_process_that_hashes_otherwise(silent: None) -> None:
+    program = (
+        "from fsm_trainer.simulation.seeds import quiet\n"
+        "from fsm_trainer.simulation.training import Training, simulate\n"
+        "with quiet():\n"
+        "    told = [simulate(Training('disaggregated_critic', s, 4)) for s in (59, 72)]\n"
+        "print([(t.end, t.told, t.story) for t in told])"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+
+    assert told[0] == told[1]
+
+
+def found(schedule: str = "disaggregated_critic") -> str:
+    """Why the first seed fails that does."""
+    with quiet():
+        results = (simulate(Training(schedule, n, steps=3)) for n in range(MUTANT_SEEDS))
+        return next((result.failure for result in results if result.failure), "")
+
+
+async def ignores(self: Reconciler, name: str, why: str) -> None:
+    self._dead[name] = why
+
+
+def test_a_death_that_is_ignored_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reconciler, "_declare_dead", ignores)
+
+    assert found()
+
+
+def any_epoch(self: System, world: World, name: str, link: str) -> bool:
+    return self.get(world, name).epochs[self.links[link]] > 0
+
+
+def test_a_lease_whose_epoch_nobody_checks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(System, "lease", any_epoch)
+
+    assert found()
+
+
+def always_whole(action: str, workers: tuple[str, ...], ok: bool = True) -> Acted:
+    return Acted(action, workers, True)
+
+
+def test_a_push_to_one_of_two_engines_that_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconciler, "Acted", always_whole)
+
+    assert "differ" in found()
+
+
+async def tells_nobody(self: Reconciler, name: str, error: object, others: object) -> None:
+    if isinstance(error, LOST):
+        await self._declare_dead(name, str(error))
+
+
+def test_a_failure_that_the_other_ends_are_not_told_of_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Reconciler, "_broken", tells_nobody)
+
+    assert "was not told of a failure" in found()
+
+
+async def forgets(self: Driver, position: object) -> None:
+    self.first_step = 1
+
+
+def test_a_rewind_that_forgets_the_data_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "restore", forgets)
+
+    assert found("disaggregated")
+
+
+def test_what_is_left_of_a_failing_seed_is_what_makes_it_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reconciler, "Acted", always_whole)
+    with quiet():
+        results = (simulate(Training("disaggregated_critic", n, steps=6)) for n in range(200))
+        first = next(result for result in results if result.failure)
+
+        fewest = shrunk(first)
+
+    assert fewest.failure
+    assert len(fewest.fired) == 1
+    assert fewest.training.steps == 2
+    assert any("push" in line for line in story(fewest))
+
+
+def loop() -> SimulatedLoop:
+    return SimulatedLoop(Random(0))  # type: ignore[abstract]
+
+
+def test_time_jumps_to_the_next_timer() -> None:
+    made = loop()
+
+    made.run(asyncio.sleep(3600.0), until=4000.0)
+
+    assert made.time() == 3600.0
+
+
+def test_a_run_that_waits_for_nothing_is_stuck() -> None:
+    async def waits() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(Stuck, match="nothing will ever happen"):
+        loop().run(waits(), until=10.0)
+
+
+def test_a_run_that_takes_longer_than_it_may_is_stuck() -> None:
+    with pytest.raises(Stuck, match="no end within 10 virtual seconds"):
+        loop().run(asyncio.sleep(11.0), until=10.0)
+
+
+def test_a_thread_can_not_slip_into_a_run() -> None:
+    with pytest.raises(NotImplementedError):
+        loop().run(asyncio.to_thread(int), until=10.0)

@@ -8,7 +8,7 @@ import typer
 
 from fsm_trainer.cli.questions import explain, trace
 from fsm_trainer.cli.runs import doctor, report, run
-from fsm_trainer.cli.tables import graph, plan, validate
+from fsm_trainer.cli.tables import export, graph, plan, validate
 
 app = typer.Typer(
     name="fsm-train",
@@ -17,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (run, validate, plan, graph, explain, trace, report, doctor):
+for command in (run, validate, plan, graph, export, explain, trace, report, doctor):
     app.command()(command)
 
 

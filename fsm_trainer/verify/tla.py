@@ -182,11 +182,12 @@ def _is(role: Role) -> str:
 def _cases(guards: Iterable[tuple[str, Guard]]) -> str:
     """What may be done in which case; where there is no guard, anything may."""
     rows = [(case, guard) for case, guard in guards if guard.parts]
-    lines = [f"{case} ->\n            {_conjunction(guard)}" for case, guard in rows]
+    lines = [f"{case} ->\n            {formula(guard)}" for case, guard in rows]
     return f"    CASE {f'{chr(10)}      [] '.join([*lines, 'OTHER -> TRUE'])}"
 
 
-def _conjunction(guard: Guard) -> str:
+def formula(guard: Guard) -> str:
+    """A guard as a formula on the world ``S`` for the worker ``self``."""
     return " /\\ ".join(_truth(part) for part in guard.parts)
 
 
@@ -215,20 +216,14 @@ def _truth(node: ast.expr) -> str:
             (role,) = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)} & {*PLURAL}
             some = "\\A" if kind == "all" else "\\E"
             return f"({some} peer \\in Peers(S, {_text(role)}) : {_truth(body)})"
-    # As in Python, a value is false that is absent, zero or FALSE.
-    falsehood = "FALSE" if isinstance(node, ast.Attribute) and node.attr in _FLAGS else "0"
-    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        return str(node.value).upper()
-    if isinstance(node, ast.Name) or _reads_state(node):
-        return f"({_value(node)} # {{}})"
-    return f"({_value(node)} \\notin {{{{}}, {{{falsehood}}}}})"
-
-
-_FLAGS = ("lease", "live", "undead")
-
-
-def _reads_state(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "state"
+        case ast.Constant(value=bool() as flag):
+            return str(flag).upper()
+        case ast.Attribute(attr="lease" | "live" | "undead"):
+            return f"(TRUE \\in {_value(node)})"
+        case ast.Attribute(attr="state") | ast.Name():
+            return f"({_value(node)} # {{}})"
+    # As in Python, a number counts as false if there is none, or if it is zero.
+    return f"({_value(node)} \\ {{0}} # {{}})"
 
 
 def _value(node: ast.expr) -> str:

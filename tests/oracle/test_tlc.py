@@ -46,14 +46,14 @@ class Verdict(NamedTuple):
     states: int
 
 
-def tlc(system: System, folder: Path, *, fine: bool = False) -> Verdict:
-    """What TLC says of a system."""
+def tlc(system: System, folder: Path, *, fine: bool = False, threads: int = 2) -> Verdict:
+    """What TLC says of a system; with one thread it is always the same violation that it finds."""
     assert JAVA is not None
     module = tla.write(system, folder, fine=fine)
     done = subprocess.run(
         # TLC unpacks its standard modules into the temporary folder: not into everybody's.
         [JAVA, "-XX:+UseParallelGC", f"-Djava.io.tmpdir={folder}", "-cp", str(JAR), "tlc2.TLC",
-         "-workers", "2", "-metadir", str(folder / "found"), module.name],
+         "-workers", str(threads), "-metadir", str(folder / "found"), module.name],
         cwd=folder, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     counts = re.findall(r"(\d+) distinct states found", done.stdout)
@@ -90,7 +90,7 @@ class Mutant(NamedTuple):
     was: str
     now: str
     property: str
-    """The property that both find violated; empty if none is."""
+    """The property that both find violated first; empty if none is."""
     states: int = 0
     """Where none is violated: how many there are."""
 
@@ -108,7 +108,7 @@ MUTANTS = {
     "a_connected_rollout_worker_has_no_cache": Mutant(
         "disaggregated", "rollout.yaml", "{kv: not colocated}, link", "link", "7"),
     "trainer_and_engine_share_a_device_awake": Mutant(
-        "colocated_critic", "rollout.yaml", "{kv: not colocated}, link", "kv, link", "3"),
+        "colocated_critic", "rollout.yaml", "{kv: not colocated}, link", "kv, link", "4"),
     "a_link_that_is_up_does_not_break": Mutant(
         "disaggregated", "link.yaml", "from: [opening, up], to: broken",
         "from: opening, to: broken", "9"),
@@ -130,7 +130,7 @@ def test_they_agree_about_broken_tables(name: str, tmp_path: Path) -> None:
     assert text.count(mutant.was) > 0
     (tables / mutant.file).write_text(text.replace(mutant.was, mutant.now))
     system = System.of(load(mutant.schedule, tables), 1)
-    ours, theirs = explore(system, fine=False), tlc(system, tmp_path / "tlc")
+    ours, theirs = explore(system, fine=False), tlc(system, tmp_path / "tlc", threads=1)
     # That a phase can be reached again only the explorer checks, when it has seen every state.
     property_, _, _ = ours.violation.partition(":")
     violated = "" if property_.endswith("out of reach") else property_

@@ -1,8 +1,8 @@
 ------------------------------ MODULE $module ------------------------------
 \* The composed system of schedule `$schedule`: who may hold what, and when.
 \*
-\* The tables and the two guard operators come from states/. All else is written by hand, not made
-\* from the runtime's step function, so that the two can be compared. Check it with TLC and the
+\* The tables and the two guard operators come from states/. All else is written by hand, not
+\* generated from the runtime's step function, so that the two can be compared. Check it with TLC and the
 \* .cfg beside it.
 \*
 \* An epoch counts by equality only: 0 none, 1 an old one, 2 the link's own. A version is a lineage

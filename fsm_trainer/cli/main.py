@@ -10,7 +10,7 @@ from fsm_trainer.cli.proofs import check
 from fsm_trainer.cli.questions import explain, trace
 from fsm_trainer.cli.runs import doctor, report, run
 from fsm_trainer.cli.simulation import simulate
-from fsm_trainer.cli.tables import graph, plan, validate
+from fsm_trainer.cli.tables import export, graph, plan, validate
 
 app = typer.Typer(
     name="fsm-train",
@@ -20,7 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    run, validate, plan, check, simulate, graph, explain, trace, report, doctor,
+    run, validate, plan, check, simulate, graph, export, explain, trace, report, doctor,
 ):  # fmt: skip
     app.command()(command)
 

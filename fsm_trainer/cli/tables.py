@@ -1,4 +1,4 @@
-"""``validate``, ``plan`` and ``graph``: what a configuration and its tables come to."""
+"""``validate``, ``plan``, ``graph`` and ``export``: what a configuration and its tables come to."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fsm_trainer.machine.names import Role, Trigger
 from fsm_trainer.machine.planner import Move
 from fsm_trainer.machine.spec import Phase, Spec, load
 from fsm_trainer.machine.world import System
+from fsm_trainer.verify import tla
 from fsm_trainer.verify.run import plan_run
 
 DEFAULT_SCHEDULE = "disaggregated_critic"
@@ -32,6 +33,12 @@ class Format(StrEnum):
 
     MERMAID = "mermaid"
     SVG = "svg"
+
+
+class Language(StrEnum):
+    """What the tables are exported to."""
+
+    TLA = "tla"
 
 
 @shell.command
@@ -236,3 +243,27 @@ def _broken(label: str) -> str:
 def mermaid(spec: Spec, name: str) -> str:
     """The Mermaid diagram of a role, or of the link; each state says what it holds."""
     return state_diagram_mermaid(name, *drawn(spec, name))
+
+
+@shell.command
+def export(
+    out: Annotated[Path, shell.option("--out", "DIR", "Where to write; made if it isn't there.")],
+    to: Annotated[
+        Language, shell.option("--to", "tla", "The language: TLA+, for the model checker TLC.")
+    ] = Language.TLA,
+    schedule: shell.Schedule = None,
+    rollouts: shell.Rollouts = 1,
+    coarse: Annotated[
+        bool, shell.option("--coarse", None, "A worker's own move is one step: fewer states.")
+    ] = False,
+    states: shell.States = None,
+) -> None:
+    """Write the composed system for a checker that isn't ours.
+
+    A module with the tables of a schedule, and what TLC needs beside it; see docs/proof.md.
+    """
+    system = System.of(load(schedule or DEFAULT_SCHEDULE, states), rollouts)
+    module = {Language.TLA: tla.write}[to](system, out, fine=not coarse)
+    told = shell.console()
+    told.print(f"{module}, {module.with_suffix('.cfg').name}")
+    told.print(f"Check it there: java -cp tla2tools.jar tlc2.TLC {module.name}")

@@ -181,7 +181,7 @@ def _compiled(node: ast.expr) -> Test:
             return lambda view, worker, peer: value
         case ast.Compare(left=left, comparators=[ast.List(elts=options)]):
             one, others = _compiled(left), [_compiled(option) for option in options]
-            return lambda *of: one(*of) in [other(*of) for other in others]
+            return lambda *of: any(_compare(ast.Eq(), one(*of), other(*of)) for other in others)
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             one, two = _compiled(left), _compiled(right)
             return lambda *of: _compare(op, one(*of), two(*of))

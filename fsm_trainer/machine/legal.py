@@ -56,9 +56,13 @@ def next_effect(system: System, world: World, name: str) -> Effect | None:
 
 
 def arriving(system: System, world: World, name: str) -> frozenset[str]:
-    """What a worker may acquire now, so may hold before it tells: nothing before the barrier."""
+    """What a worker may acquire now, so may hold before it tells: nothing before the barrier.
+
+    On its way back it acquires nothing: after a late release an undo's end may lack something.
+    """
     effect, worker = due(system, world, name, {}), system.get(world, name)
-    if worker.dest is None or effect is None or effect.op is Op.RELEASE:
+    back = effect is None or effect.op is Op.RELEASE or falling(system, world, name)
+    if worker.dest is None or back:
         return frozenset()
     return frozenset(system.table(name).holds[worker.dest])
 

@@ -171,7 +171,7 @@ class Relation:
             if ends and all(self._may_begin(world, trigger, name) for name in ends):
                 yield Edge(f"{trigger}({', '.join(ends)})", on.Begin(trigger, ends))
         ends = tuple(system.ends(world, system.spec.links[link]))
-        if all(self._may_act(world, "push", name) for name in ends):
+        if ends and all(self._may_act(world, "push", name) for name in ends):
             yield Edge("push", on.Act("push", ends))
         pushing = tuple(name for name in ends if "push" in system.get(world, name).jobs)
         for ok in (True, False) if pushing else ():

@@ -59,7 +59,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_every_module_and_every_table(wheel: Path) -> None:
     within = set(zipfile.ZipFile(wheel).namelist())
-    patterns = ("*.py", "*.json", "*.html", "*.svg", "*.mmd", "py.typed")
+    patterns = ("*.py", "*.json", "*.html", "*.svg", "*.mmd", "*.tla", "py.typed")
     expected = {
         path.relative_to(ROOT).as_posix()
         for pattern in patterns
@@ -107,5 +107,6 @@ def test_an_editable_installation_finds_the_tables_of_its_tree(tmp_path: Path) -
 
 def test_the_installed_command_shows_its_help(python: Path, tmp_path: Path) -> None:
     shown = call(python.parent / "fsm-train", "--help", cwd=tmp_path)
-    for command in ("run", "validate", "plan", "graph", "explain", "trace", "report", "doctor"):
+    tables = ("validate", "plan", "graph", "export", "explain")
+    for command in ("run", *tables, "trace", "report", "doctor"):
         assert command in shown

@@ -19,8 +19,8 @@ PACKAGE = ROOT / "fsm_trainer"
 # The whole was meant to stay within 9,000. Real process groups, engines and DeepSpeed took more
 # code to hold to their promises than the sketch had foreseen: 10,000 before SGLang, three ways for
 # weights and dispatch, 10,870 with them, after cuts of 660. What runs must be paid by cuts from now
-# on, its commands excepted: 200 for check, export and simulate. The proof of it counts by itself: it
-# is read, and run, apart.
+# on, its commands excepted: 200 for check, export and simulate. The proof of it counts by itself:
+# it is read, and run, apart.
 MODULE, MACHINE, WHOLE, PROOF, ROLE = 400, 1_220, 10_800, 2_400, 60
 PROOFS = ("verify", "simulation")
 

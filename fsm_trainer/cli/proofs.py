@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from fsm_trainer.machine.spec import Spec, load, schedules
 from fsm_trainer.machine.world import System
 from fsm_trainer.verify.check import Verdict
 from fsm_trainer.verify.check import check as explore
+from fsm_trainer.verify.driven import check_driven
 from fsm_trainer.verify.mutate import Fate, fates
 from fsm_trainer.verify.story import for_programs, sequence_diagram
 
@@ -22,6 +23,9 @@ from fsm_trainer.verify.story import for_programs, sequence_diagram
 def check(
     schedule: shell.Schedule = None,
     rollouts: shell.Rollouts = 2,
+    driven: Annotated[
+        int, shell.option("--driven", "N", "Up to how many, as the schedule drives them.", min=0)
+    ] = 2,
     fine: Annotated[
         bool, shell.option("--fine", None, "Let other things happen between any two effects.")
     ] = False,
@@ -36,56 +40,70 @@ def check(
 ) -> None:
     """Visit every state that the tables allow; start nothing.
 
-    Triggers in any order, a fault between any two events, one rollout worker up to --rollouts. A
-    violation is told by the shortest way there, as a Mermaid sequence diagram. Exits with 1 if a
-    property fails, a mutant survives, or the states are too many.
+    With a fault between any two events: triggers in any order, for one rollout worker up to
+    --rollouts, and as the schedule drives them, up to --driven. A violation is told by the
+    shortest way there, as a Mermaid sequence diagram. Exits with 1 if a property fails, a mutant
+    survives, or the states are too many.
     """
     names = schedules(states)
     if schedule is not None:
         names = [shell.chosen("--schedule", schedule, names)]
     specs = [load(name, states) for name in names]
-    ok = _mutate(specs, as_json) if mutate else _check(specs, rollouts, fine, most, as_json)
+    ok = _mutate(specs, as_json) if mutate else _check(specs, rollouts, driven, fine, most, as_json)
     if not ok:
         raise typer.Exit(1)
 
 
-def _check(specs: list[Spec], rollouts: int, fine: bool, most: int, as_json: bool) -> bool:
-    found: list[tuple[str, int, System, Verdict]] = []
+class _Found(NamedTuple):
+    schedule: str
+    mode: str
+    rollouts: int
+    system: System
+    verdict: Verdict
+
+
+def _check(
+    specs: list[Spec], rollouts: int, driven: int, fine: bool, most: int, as_json: bool
+) -> bool:
+    found: list[_Found] = []
+    modes = {"any order": (explore, rollouts), "driven": (check_driven, driven)}
     with _progress() as bar:
         for spec in specs:
-            for count in range(1, rollouts + 1):
-                system = System.of(spec, count)
-                task = bar.add_task(f"{spec.name}, {count} rollout workers", details="")
+            for mode, (search, workers) in modes.items():
+                for count in range(1, workers + 1):
+                    system = System.of(spec, count)
+                    task = bar.add_task(f"{spec.name}, {mode}, {count} rollout workers", details="")
 
-                def tell(visited: int, waiting: int, task: Any = task) -> None:
-                    bar.update(task, details=f"{visited:,} states, {waiting:,} to go")
+                    def tell(visited: int, waiting: int, task: Any = task) -> None:
+                        bar.update(task, details=f"{visited:,} states, {waiting:,} to go")
 
-                verdict = explore(system, fine=fine, most=most, progress=tell)
-                bar.remove_task(task)
-                found.append((spec.name, count, system, verdict))
+                    verdict = search(system, fine=fine, most=most, progress=tell)
+                    bar.remove_task(task)
+                    found.append(_Found(spec.name, mode, count, system, verdict))
     if as_json:
-        shell.print_json([_row(*each) for each in found])
+        shell.print_json([_row(each) for each in found])
     else:
         _print(found)
-    return all(verdict.violation is None and not verdict.cut for *_, verdict in found)
+    return all(each.verdict.violation is None and not each.verdict.cut for each in found)
 
 
-def _row(schedule: str, rollouts: int, system: System, verdict: Verdict) -> dict[str, Any]:
-    return {"schedule": schedule, "rollouts": rollouts, **for_programs(verdict)}
+def _row(found: _Found) -> dict[str, Any]:
+    about = {"schedule": found.schedule, "mode": found.mode, "rollouts": found.rollouts}
+    return {**about, **for_programs(found.verdict)}
 
 
-def _print(found: list[tuple[str, int, System, Verdict]]) -> None:
-    table = Table("schedule", "rollout workers", "states", "transitions", "seconds", "verdict")
-    for name, count, _, verdict in found:
+def _print(found: list[_Found]) -> None:
+    table = Table("schedule", "mode", "workers", "states", "transitions", "seconds", "verdict")
+    for name, mode, count, _, verdict in found:
         because = verdict.violation.because if verdict.violation else ""
-        told = because or ("given up: too many states" if verdict.cut else "every property holds")
+        told = because or ("given up: too many states" if verdict.cut else "holds")
         numbers = [f"{verdict.states:,}", f"{verdict.transitions:,}", f"{verdict.seconds:.1f}"]
-        table.add_row(name, str(count), *numbers, told)
+        table.add_row(name, mode, str(count), *numbers, told)
     out = shell.console()
     out.print(table)
-    for _, _, system, verdict in found:
-        if verdict.violation is not None:
-            out.print(sequence_diagram(system, verdict.violation))
+    for each in found:
+        if each.verdict.violation is not None:
+            out.print(sequence_diagram(each.system, each.verdict.violation))
             break
 
 

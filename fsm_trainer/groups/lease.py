@@ -66,7 +66,7 @@ class Lease:
         self._news = threading.Event()
         self._told = threading.Event()
         self._open_error: FsmError | None = None
-        self._step = "starting"
+        self._step, self._advanced = "starting", 0.0
         self._keeper = threading.Thread(
             target=self._keep, name=f"lease {self.link}/{self.epoch}", daemon=True
         )
@@ -187,14 +187,27 @@ class Lease:
         self._pending.add(pending)
         return pending
 
+    def _order(self, pending: Pending) -> None:
+        self._good(pending.what)
+        work, group = pending.work, self._group
+        try:
+            ordered = work is not None and group is not None and group.orders(work)
+        except RuntimeError as error:
+            raise self._failed(pending, error) from error.with_traceback(None)
+        finally:
+            del group
+        if not ordered:
+            self._wait(pending)
+
     def _wait(self, pending: Pending) -> None:
-        deadline = pending.began + self.membership.timeout
         done = False
         while not done:
             if self._end is not None:
                 raise self._over(pending.what)
-            # Looked at once whatever the time: who asks late may find it done.
-            left = deadline - time.monotonic()
+            # Counted from where it could begin. Looked at once whatever the time: who asks late
+            # may find it done.
+            began = max(pending.began, self._advanced)
+            left = began + self.membership.timeout - time.monotonic()
             try:
                 done = pending.done(min(WATCH / 2, max(left, 0.001)))
             except RuntimeError as error:
@@ -202,6 +215,7 @@ class Lease:
             if not done and left <= 0:
                 raise self._failed(pending, TimeoutError("no answer in time"))
         self._pending.discard(pending)
+        self._advanced = time.monotonic()
         # After an abort a collective may end without an error: its result counts only if the
         # lease is still good now.
         self._good(pending.what)

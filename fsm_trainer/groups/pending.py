@@ -33,9 +33,7 @@ class Pending:
 
         Whether it succeeds is not known before :meth:`wait`.
         """
-        work, group = self.work, self._lease._group
-        if work is None or group is None or not group.orders(work):
-            self.wait()
+        self._lease._order(self)
 
     def done(self, seconds: float) -> bool:
         """Wait at most ``seconds``; whether it is done. Raises the backend's error."""

@@ -45,7 +45,7 @@ def _stage(system: System, world: World, link: str) -> int:
 def next_effect(system: System, world: World, name: str) -> Effect | None:
     """What a moving worker has to do next, whether or not the other ends let it."""
     worker = system.get(world, name)
-    first = system.table(name).difference(worker.held, worker.dest) if worker.dest else None
+    first = system.table(name).first(worker.held, worker.dest) if worker.dest else None
     if first is None:
         return None
     goes, resource = first

@@ -7,8 +7,7 @@ checked and run is one machine per configuration.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -120,7 +119,7 @@ class ScheduleFile(_Model):
     epilogue: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RoleTable:
     """One role's machine."""
 
@@ -128,16 +127,21 @@ class RoleTable:
     holds: Mapping[State, tuple[str, ...]]
     transitions: tuple[Transition, ...]
     actions: Mapping[str, Action]
+    _first: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @cache  # noqa: B019 - tables live as long as the program
     def edge(self, trigger: str, source: State) -> Transition | None:
         """The transition that ``trigger`` takes from ``source``."""
         edges = (t for t in self.transitions if t.trigger == trigger and t.source == source)
         return next(edges, None)
 
-    @cache  # noqa: B019
-    def difference(self, held: frozenset[str], dest: State) -> tuple[bool, str] | None:
+    def first(self, held: frozenset[str], dest: State) -> tuple[bool, str] | None:
         """What moves first on the way to a state: whether it goes, and the resource."""
+        if (held, dest) not in self._first:
+            self._first[held, dest] = self._moves(held, dest)
+        found: tuple[bool, str] | None = self._first[held, dest]
+        return found
+
+    def _moves(self, held: frozenset[str], dest: State) -> tuple[bool, str] | None:
         surplus = held.difference(self.holds[dest])
         if not surplus:
             return next(((False, r) for r in self.holds[dest] if r not in held), None)

@@ -243,12 +243,12 @@ class Reconciler:
             due = [n for n in waiting if effects[n][0] in may]
             # Where none is due, the first one's refusal says why.
             for name in due or waiting[:1]:
+                effect = effects[name].pop(0)
                 try:
-                    self._apply(Done(effects[name].pop(0)))
-                except Refused:
-                    if not falling(self.system, self.world, name):
+                    self._apply(Done(effect))
+                except Refused:  # acquired before others told that they failed: undo gives it back
+                    if effect.op is Op.RELEASE or not falling(self.system, self.world, name):
                         raise
-                    effects[name].clear()  # it came before others told; the undo gives it back
 
     async def _undo(self, name: str) -> None:
         if not falling(self.system, self.world, name):

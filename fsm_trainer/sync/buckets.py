@@ -141,6 +141,9 @@ def warm(device: torch.device) -> None:
     checksum.value()
 
 
+_Event = torch.cuda.Event | None
+
+
 class Checksum:
     """A checksum over the bytes of all buckets, computed where they are.
 
@@ -154,7 +157,7 @@ class Checksum:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._waiting: deque[tuple[Parcel, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[str, torch.Tensor, torch.Tensor, _Event]] = deque()
 
     def add(self, parcel: Parcel) -> None:
         """Add one bucket; raises SelfCheckFailed when it or one before isn't what it claims."""
@@ -167,7 +170,9 @@ class Checksum:
             )
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(parcel.flat.device))
-        self._waiting.append((parcel, parts, event))
+        # Not the parcel: its bytes may be gone by then.
+        told = f"bucket {parcel.index} of {parcel.bucket.bytes:,} bytes"
+        self._waiting.append((told, parcel.trailer, parts, event))
         self._look(ahead=0 if event is None else AHEAD)
 
     def value(self) -> bytes:
@@ -177,14 +182,13 @@ class Checksum:
 
     def _look(self, ahead: int) -> None:
         while len(self._waiting) > ahead:
-            parcel, parts, event = self._waiting.popleft()
+            told, trailer, parts, event = self._waiting.popleft()
             if event is not None:
                 event.synchronize()
             self._hash.update(raw_bytes(parts))
-            trailer = parts[-TRAILER // 8 :].view(torch.uint8)
-            if not torch.equal(trailer, parcel.trailer):
+            found = parts[-TRAILER // 8 :].view(torch.uint8)
+            if not torch.equal(found, trailer):
                 raise SelfCheckFailed(
-                    f"bucket {parcel.index} of {parcel.bucket.bytes:,} bytes ends with "
-                    f"{trailer.tolist()}: another length, or another operation's bytes. "
-                    "The weights are torn; push again under a new epoch"
+                    f"{told} ends with {found.tolist()}: another length, or another operation's "
+                    "bytes. The weights are torn; push again under a new epoch"
                 )

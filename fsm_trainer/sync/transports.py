@@ -129,14 +129,15 @@ class GroupTransport(Transport):
         parcels = self._parcels(manifest)
         coming = [self._lease.start_broadcast(parcel.flat) for parcel in parcels[:2]]
         for parcel in parcels:
+            if parcel.index >= AHEAD:
+                # With the lease's deadline, before anybody waits for what is queued behind it.
+                coming[parcel.index - AHEAD].wait()
             coming[parcel.index].before_next()
             yield parcel
             coming.extend(
                 self._lease.start_broadcast(later.flat)
                 for later in parcels[parcel.index + 2 : parcel.index + 3]
             )
-            if parcel.index >= AHEAD:
-                coming[parcel.index - AHEAD].wait()
         for pending in coming[-AHEAD:]:
             pending.wait()
 

@@ -10,12 +10,13 @@ The guards alone must protect whoever embeds the machines: nothing is assumed ab
 
 from __future__ import annotations
 
+import ast
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fsm_trainer.machine import events as on
-from fsm_trainer.machine.errors import Refused
+from fsm_trainer.machine.errors import Refused, SpecError
 from fsm_trainer.machine.planner import ready
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System
@@ -64,7 +65,8 @@ class Verdict:
     seconds: float = 0.0
     violation: Violation | None = None
     cut: bool = False
-    labels: set[str] = field(default_factory=set)
+    happened: set[tuple[object, ...]] = field(default_factory=set)
+    """What was seen at all, by roles: transitions, actions and their ends, kinds of faults."""
 
 
 def check(
@@ -84,10 +86,35 @@ def check(
     """
     relation = Relation(system, fine=fine, jobs=jobs, symmetric=symmetric)
     canon = Canon(system, symmetric=symmetric)
-    return _Search(system, properties or system, relation, canon, most, progress).run()
+    refuse_counting(system)
+    return Search(system, properties or system, relation, canon, most, progress).run()
 
 
-class _Search:
+def refuse_counting(system: System) -> None:
+    """Refuse guards that read a number of which a search knows only whether it equals another's.
+
+    Raises:
+        SpecError: with the guard and the part of it.
+    """
+    for table in system.spec.roles.values():
+        for row in (*table.transitions, *table.actions.values()):
+            for node in (each for part in row.guard.parts for each in ast.walk(part)):
+                if not isinstance(node, ast.Compare):
+                    continue
+                sides = [node.left, *node.comparators]
+                read = {side.attr for side in sides if isinstance(side, ast.Attribute)}
+                equal = all(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops)
+                alike = all(isinstance(side, ast.Attribute) for side in sides)
+                if read & {"version", "lineage", "epoch"} and not (equal and alike):
+                    raise SpecError(
+                        f"{table.role}: `{ast.unparse(node)}` can't be checked: versions, lineages "
+                        "and epochs grow without end, so compare them with each other, by == or !="
+                    )
+
+
+class Search:
+    """Breadth-first, over codes; what is done at each is for subclasses to replace."""
+
     def __init__(
         self,
         system: System,
@@ -110,7 +137,7 @@ class _Search:
     def run(self) -> Verdict:
         """The verdict."""
         began, verdict = time.perf_counter(), self._verdict
-        self._add(self._canon.encode(Node(self._system.initial())), -1)
+        self._add(self._start(), -1)
         at = 0
         while at < len(self._order) and verdict.violation is None:
             if at >= self._most:
@@ -121,11 +148,18 @@ class _Search:
             self._visit(at)
             at += 1
         if verdict.violation is None and not verdict.cut:
-            self._recoverable()
-        if verdict.violation is None and not verdict.cut:
-            self._sometimes()
+            self._judge()
         verdict.states, verdict.seconds = len(self._order), time.perf_counter() - began
         return verdict
+
+    def _start(self) -> Code:
+        return self._canon.encode(Node(self._system.initial()))
+
+    def _judge(self) -> None:
+        """What can be asked only when every state is known."""
+        for name, good in self._good.items():
+            self._recoverable(good, f"recoverable: phase {name} is out of reach")
+        self._sometimes(expected(self._properties))
 
     def _add(self, code: Code, source: int) -> int:
         there = self._index.setdefault(code, len(self._order))
@@ -155,7 +189,7 @@ class _Search:
             except Unsafe as unsafe:
                 return self._fail(str(unsafe), at, edge)
             self._verdict.transitions += len(codes)
-            self._verdict.labels.add(label)
+            self._note(node, edge)
             for number, code in enumerate(codes):
                 there = self._add(code, at)
                 if not fault and number == 0:
@@ -165,12 +199,30 @@ class _Search:
             self._fail("deadlock: nothing but faults can happen", at)
         return None
 
+    def _note(self, node: Node, edge: Edge) -> None:
+        """Remember what happens at all: by roles, because names are places only."""
+        system, happened, event = self._system, self._verdict.happened, edge.event
+        match event:
+            case on.Begin(trigger=trigger, workers=names):
+                for name in names:
+                    source = system.get(node.world, name).state
+                    happened.add((system.names[name], trigger, source))
+            case on.Acted(action=action, workers=names, ok=ok):
+                happened.update((system.names[name], action, ok) for name in names)
+            case on.Done(effect=effect) | on.Failed(effect=effect):
+                happened.add((system.names[effect.worker], type(event).__name__))
+            case on.Commit() | on.Act():
+                pass
+            case _:
+                happened.add((system.names[event.worker], type(event).__name__))
+
     def _after(self, code: Code, node: Node, event: on.Event) -> list[Code]:
         """The codes after an event; what concerns one worker alone is looked up, once known."""
         system, canon = self._system, self._canon
         name = self._relation.alone(node, event)
         place, newest, key = 0, 0, None
-        if name and not node.late:
+        # Whether an action may begin is asked of the others' versions too, each time.
+        if name and not node.late and not isinstance(event, on.Act):
             place = system.index[name]
             newest = sum(w.version == NEWEST for w in node.world.workers)
             key = (event, code[place], code[len(system.names) :], newest > 1)
@@ -211,46 +263,39 @@ class _Search:
             edge, node = next((e, n) for e, n in ways if self._canon.encode(n) == code)
             yield Step(edge, node)
 
-    def _recoverable(self) -> None:
-        """From every state in which somebody is left, every phase can be reached again."""
-        for name, good in self._good.items():
-            reached, walk = bytearray(len(self._order)), list(good)
-            for at in walk:
-                reached[at] = 1
-            while walk:
-                for before in self._back[walk.pop()]:
-                    if not reached[before]:
-                        reached[before] = 1
-                        walk.append(before)
-            for at, code in enumerate(self._order):
-                if not reached[at] and self._somebody(code):
-                    return self._fail(f"recoverable: phase {name} is out of reach", at)
-        return None
+    def _recoverable(self, good: Iterable[int], why: str) -> None:
+        """From every state in which somebody is left, a good one can be reached again."""
+        reached, walk = bytearray(len(self._order)), list(good)
+        for at in walk:
+            reached[at] = 1
+        while walk:
+            for before in self._back[walk.pop()]:
+                if not reached[before]:
+                    reached[before] = 1
+                    walk.append(before)
+        for at, code in enumerate(self._order):
+            if not reached[at] and self._verdict.violation is None and self._somebody(code):
+                self._fail(why, at)
 
     def _somebody(self, code: Code) -> bool:
         workers = zip(self._system.names, self._canon.decode(code).world.workers, strict=True)
         return any(worker.live for name, worker in workers if name.startswith("rollout"))
 
-    def _sometimes(self) -> None:
+    def _sometimes(self, expected: Iterable[tuple[object, ...]]) -> None:
         """Nothing is proved of what never happens."""
         missing = [
-            label for label in expected(self._properties) if label not in self._verdict.labels
+            " ".join(map(str, each)) for each in expected if each not in self._verdict.happened
         ]
-        if missing:
+        if missing and self._verdict.violation is None:
             self._verdict.violation = Violation(f"sometimes: never {', '.join(missing)}")
 
 
-def expected(system: System) -> Sequence[str]:
-    """What must happen somewhere: every transition, every action that ends well, every fault."""
-    labels, seen = list[str](), set[str]()
-    for name, role in system.names.items():
-        if role in seen:
-            continue
-        seen.add(role)
-        table = system.table(name)
-        moves = dict.fromkeys(t.trigger for t in table.transitions if t.joint is None)
-        labels += [f"{name}: {trigger}" for trigger in moves]
-        works = [action for action, known in table.actions.items() if known.joint is None]
-        labels += [f"{name}: {action} ended True" for action in works]
-        labels += [f"{name}: sever"] if any(t.joint for t in table.transitions) else []
-    return [*labels, "pushed True", "pushed False"] if system.links else labels
+def expected(system: System) -> list[tuple[object, ...]]:
+    """What must happen somewhere: every transition, every action to both ends, every death."""
+    found: list[tuple[object, ...]] = []
+    for role, table in system.spec.roles.items():
+        found += [(role, t.trigger, t.source) for t in table.transitions]
+        found += [(role, action, ok) for action in table.actions for ok in (True, False)]
+        found += [(role, "Died"), (role, "Confirmed")]
+        found += [(role, "Sever")] if any(t.joint for t in table.transitions) else []
+    return found

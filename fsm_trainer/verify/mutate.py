@@ -105,8 +105,9 @@ def _changes(table: RoleTable) -> Iterator[tuple[str, RoleTable]]:
 
 def _weaker(guard: Guard) -> Iterator[tuple[str, Guard]]:
     for i, part in enumerate(guard.parts):
-        left = [ast.unparse(each) for each in (*guard.parts[:i], *guard.parts[i + 1 :])]
-        yield ast.unparse(part), parse(" and ".join(left)) if left else Guard()
+        left = [*guard.parts[:i], *guard.parts[i + 1 :]]
+        both = ast.BoolOp(ast.And(), left) if len(left) > 1 else next(iter(left), None)
+        yield ast.unparse(part), parse(ast.unparse(both)) if both else Guard()
 
 
 def _link(spec: Spec) -> Iterator[Mutant]:

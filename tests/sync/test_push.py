@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsm_trainer.machine.version import Version
-from fsm_trainer.sync.buckets import CHUNK, TRAILER, Checksum, Parcel, travelling_bytes
+from fsm_trainer.sync.buckets import AHEAD, CHUNK, TRAILER, Checksum, Parcel, travelling_bytes
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import ITEM_SIZE, Bucket, Manifest, TensorSpec
+from fsm_trainer.sync.transports import GroupTransport
 from tests.groups import members
 from tests.groups.world import Answer, World
 from tests.sync import pushes
@@ -320,3 +322,42 @@ def test_a_checksum_sees_every_byte_and_where_its_chunk_is() -> None:
     assert value() == before
     flat[: 2 * CHUNK] = torch.cat([flat[CHUNK : 2 * CHUNK], flat[:CHUNK]])
     assert value() != before
+
+
+# -- ahead of the host -----------------------------------------------------------------------------
+
+
+class Queue:
+    """A device's queue, as a lease that only writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.device, self.asked, self._started = "cpu", list[str](), 0
+        self.membership = SimpleNamespace(kind="group")
+
+    def start_broadcast(self, tensor: torch.Tensor) -> Any:
+        number, self._started = self._started, self._started + 1
+        self.asked.append(f"start {number}")
+        return SimpleNamespace(
+            before_next=lambda: self.asked.append(f"order {number}"),
+            wait=lambda: self.asked.append(f"wait {number}"),
+        )
+
+
+def test_a_bucket_is_waited_for_with_the_deadline_before_its_sum_is() -> None:
+    """`Checksum` waits for sums without one: by then their broadcasts have to be over."""
+    manifest = Manifest.of(((f"t{i}", torch.zeros(CHUNK)) for i in range(9)), CHUNK)
+    queue = Queue()
+    way = GroupTransport(queue)  # type: ignore[arg-type]
+    way.prepare(manifest)
+    for parcel in way.incoming(manifest):
+        queue.asked.append(f"sum {parcel.index}")
+    assert len(manifest.buckets) == 9
+    for later in range(AHEAD, 9):
+        # Adding this bucket looks at the sum of the one that is AHEAD before it.
+        before = queue.asked[: queue.asked.index(f"sum {later}")]
+        assert f"wait {later - AHEAD}" in before
+    # And each bucket's memory is written only after what is queued for the one before in it.
+    for number in range(2, 9):
+        before = queue.asked[: queue.asked.index(f"start {number}")]
+        assert f"sum {number - 2}" in before
+    assert sorted(queue.asked[-AHEAD:]) == [f"wait {number}" for number in (6, 7, 8)]

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from fsm_trainer.cli.main import app
-from fsm_trainer.machine.spec import load, schedules
-from fsm_trainer.machine.world import System
+from fsm_trainer.machine.errors import SpecError
+from fsm_trainer.machine.names import State
+from fsm_trainer.machine.planner import Move, plan, ready
+from fsm_trainer.machine.spec import Phase, load, schedules
+from fsm_trainer.machine.world import System, World
 from fsm_trainer.verify.canon import Canon
 from fsm_trainer.verify.check import Verdict, check
+from fsm_trainer.verify.driven import check_driven
 from fsm_trainer.verify.mutate import fates
 from tests.verify import plain
 
 STATES = Path(__file__).parents[2] / "states"
+DRIVEN = {"colocated_critic": 1741, "disaggregated": 738, "disaggregated_critic": 1401}
 # With one rollout worker, whose own moves run to their ends; TLC finds as many.
 COUNTS = {"colocated_critic": 2_413, "disaggregated": 1099, "disaggregated_critic": 4153}
 
@@ -85,7 +91,8 @@ def broken_tables(folder: Path, file: str, old: str, new: str) -> Path:
 def test_a_violation_is_told_by_the_shortest_way(tmp_path: Path) -> None:
     weak = "self.version == actor.version and self.lineage == actor.lineage"
     states = broken_tables(tmp_path, "rollout.yaml", weak, "self.live")
-    options = ["check", "--rollouts", "1", "--schedule", "disaggregated", "--states", str(states)]
+    options = ["check", "--rollouts", "1", "--driven", "0", "--schedule", "disaggregated"]
+    options += ["--states", str(states)]
     told = CliRunner().invoke(app, options)
     assert told.exit_code == 1
     diagram = told.stdout.partition("sequenceDiagram")[2].strip()
@@ -112,6 +119,71 @@ def test_a_trap_is_a_violation(tmp_path: Path) -> None:
     verdict = check(System.of(load("disaggregated", states), 1), fine=False)
     assert verdict.violation is not None
     assert verdict.violation.number == "recoverable"
+
+
+def test_a_transition_that_never_happens_is_a_violation(tmp_path: Path) -> None:
+    states = broken_tables(
+        tmp_path, "actor.yaml", "from: awake, to: sleeping, guard: self.in_flight == 0}",
+        "from: awake, to: sleeping, guard: self.in_flight == 0}\n"
+        "  - {trigger: stop, from: awake, to: disconnected, guard: self.in_flight == 99}",
+    )  # fmt: skip
+    verdict = check(System.of(load("disaggregated", states), 1), fine=False)
+    assert verdict.violation is not None
+    assert verdict.violation.because == "sometimes: never actor stop awake"
+
+
+def test_a_guard_that_counts_is_refused(tmp_path: Path) -> None:
+    weak = "self.version == actor.version and self.lineage == actor.lineage"
+    states = broken_tables(tmp_path, "rollout.yaml", weak, "self.version < 7")
+    with pytest.raises(SpecError, match=r"`self\.version < 7` can't be checked"):
+        check(System.of(load("disaggregated", states), 1))
+
+
+# -- as a schedule drives it -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", schedules())
+def test_the_driver_passes_every_phase_again_and_again(schedule: str) -> None:
+    verdict = check_driven(System.of(load(schedule), 1))
+    assert verdict.violation is None
+    assert verdict.states == DRIVEN[schedule]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("schedule", schedules())
+def test_the_driver_passes_every_phase_with_three_rollout_workers(schedule: str) -> None:
+    assert check_driven(System.of(load(schedule), 3)).violation is None
+
+
+def test_a_phase_that_can_not_run_is_where_the_driver_is_stuck(tmp_path: Path) -> None:
+    needs = "train: {needs: [weights, optimizer, train_groups], guard: self.in_flight == "
+    states = broken_tables(tmp_path, "actor.yaml", f"{needs}0", f"{needs}1")
+    verdict = check_driven(System.of(load("disaggregated", states), 1))
+    assert verdict.violation is not None
+    assert verdict.violation.because == "stuck: no way to policy"
+
+
+def test_a_driver_that_goes_in_circles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner that takes a link apart and puts it together again passes nothing."""
+
+    def undecided(system: System, world: World, phase: Phase) -> tuple[Move, ...]:
+        connected = system.get(world, "rollout-0").state == State.CONNECTED
+        if system.get(world, "actor").state == State.CONNECTED and phase.name == "policy":
+            raise AssertionError("policy can run where the actor is connected")
+        if connected and phase.name == "sync":
+            return (Move("disconnect", ("actor", "rollout-0")),)
+        return plan(system, world, phase)
+
+    monkeypatch.setattr("fsm_trainer.verify.driven.ready", never("sync", ready))
+    monkeypatch.setattr("fsm_trainer.verify.driven.plan", undecided)
+    verdict = check_driven(System.of(load("disaggregated"), 1))
+    assert verdict.violation is not None
+    assert verdict.violation.number == "livelock"
+
+
+def never(name: str, really: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda system, world, phase: phase.name != name and really(system, world, phase)
 
 
 def test_too_many_states_are_no_proof() -> None:

@@ -161,7 +161,9 @@ class Relation:
             if role is Role.ROLLOUT:
                 member = tuple(name in link.members for link in node.world.links)
                 here = system.get(node.world, name), member, frozenset(late.get(name, ()))
-                (twins if here in seen else seen).add(name if here in seen else here)  # type: ignore[arg-type]
+                if here in seen:
+                    twins.add(name)
+                seen.add(here)
         return twins
 
     def _joint(self, world: World, link: str) -> Iterator[Edge]:

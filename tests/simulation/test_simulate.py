@@ -11,7 +11,8 @@ from random import Random
 
 import pytest
 
-from fsm_trainer.machine.events import Acted
+from fsm_trainer.machine import step
+from fsm_trainer.machine.events import Acted, Died
 from fsm_trainer.machine.spec import load, schedules
 from fsm_trainer.machine.world import System, World
 from fsm_trainer.runtime import reconciler
@@ -123,12 +124,12 @@ def test_a_death_that_is_ignored_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert found()
 
 
-def any_epoch(self: System, world: World, name: str, link: str) -> bool:
-    return self.get(world, name).epochs[self.links[link]] > 0
+def breaks_nothing(system: System, world: World, event: Died) -> World:
+    return step._died(system, world, event)._replace(links=world.links)
 
 
-def test_a_lease_whose_epoch_nobody_checks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(System, "lease", any_epoch)
+def test_a_death_that_breaks_no_link_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(step._STEPS, Died, breaks_nothing)
 
     assert found()
 

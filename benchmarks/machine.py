@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# Seconds that a look at the devices may take.
+DEADLINE = 10.0
 PACKAGES = ("torch", "deepspeed", "transformers", "ray", "sglang", "transitions")
 
 
@@ -55,12 +57,14 @@ class Devices:
     """What each device holds, for all its processes, in bytes."""
 
     def __init__(self) -> None:
+        self._handles: list[Any] = []
         try:
             import pynvml
-
+        except ImportError:
+            return
+        try:
             pynvml.nvmlInit()
-        except Exception:  # there are no devices
-            self._handles: list[Any] = []
+        except pynvml.NVMLError:  # no driver, so no devices
             return
         self._ask = pynvml.nvmlDeviceGetMemoryInfo
         count = pynvml.nvmlDeviceGetCount()
@@ -85,7 +89,7 @@ class Devices:
             yield
         finally:
             over.set()
-            thread.join()
+            thread.join(DEADLINE)
 
     @contextmanager
     def peak(self, most: list[int]) -> Iterator[None]:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 
 from fsm_trainer.machine import events as on
 from fsm_trainer.machine.errors import Refused, SpecError
+from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.planner import ready
 from fsm_trainer.machine.version import Version
-from fsm_trainer.machine.world import System
+from fsm_trainer.machine.world import System, World
 from fsm_trainer.verify.canon import CURRENT, Canon, Code
 from fsm_trainer.verify.properties import broken, wrong_step
 from fsm_trainer.verify.relation import Edge, Node, Relation
@@ -221,8 +222,7 @@ class Search:
         system, canon = self._system, self._canon
         name = self._relation.alone(node, event)
         place, newest, key = 0, 0, None
-        # Whether an action may begin is asked of the others' versions too, each time.
-        if name and not node.late and not isinstance(event, on.Act):
+        if name and not node.late:
             place = system.index[name]
             newest = sum(w.version == NEWEST for w in node.world.workers)
             key = (event, code[place], code[len(system.names) :], newest > 1)
@@ -274,12 +274,12 @@ class Search:
                     reached[before] = 1
                     walk.append(before)
         for at, code in enumerate(self._order):
-            if not reached[at] and self._verdict.violation is None and self._somebody(code):
+            if not reached[at] and self._verdict.violation is None and self._goes_on(code):
                 self._fail(why, at)
 
-    def _somebody(self, code: Code) -> bool:
-        workers = zip(self._system.names, self._canon.decode(code).world.workers, strict=True)
-        return any(worker.live for name, worker in workers if name.startswith("rollout"))
+    def _goes_on(self, code: Code) -> bool:
+        """Whether anybody is left to generate: without them no phase can be reached."""
+        return somebody(self._system, self._canon.decode(code).world)
 
     def _sometimes(self, expected: Iterable[tuple[object, ...]]) -> None:
         """Nothing is proved of what never happens."""
@@ -288,6 +288,12 @@ class Search:
         ]
         if missing and self._verdict.violation is None:
             self._verdict.violation = Violation(f"sometimes: never {', '.join(missing)}")
+
+
+def somebody(system: System, world: World) -> bool:
+    """Whether a rollout worker is left."""
+    names = system.names.items()
+    return any(system.get(world, name).live for name, role in names if role is Role.ROLLOUT)
 
 
 def expected(system: System) -> list[tuple[object, ...]]:

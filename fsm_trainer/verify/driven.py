@@ -19,10 +19,12 @@ from fsm_trainer.machine.spec import Phase
 from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.world import System, World
 from fsm_trainer.verify.canon import Canon, Code
-from fsm_trainer.verify.check import Progress, Search, Step, Verdict, refuse_counting
+from fsm_trainer.verify.check import Progress, Search, Step, Verdict, refuse_counting, somebody
 from fsm_trainer.verify.properties import broken, wrong_step
 from fsm_trainer.verify.relation import Edge, Node, Relation
 
+# What the driver decides by itself, telling nobody: no event of the system.
+_THOUGHT = on.Act("", ())
 # What the driver waits for: nothing, the phase's action, or the end of one that counts for nothing.
 IDLE, ACTS, FAILED = range(3)
 
@@ -58,8 +60,6 @@ def check_driven(
 
 
 class _Driven(Search):
-    _system: System
-
     def _start(self) -> Code:
         schedule, phases = self._system.spec.schedule, self._system.spec.phases
         steps = [name for lane in schedule.lanes.values() for name in lane]
@@ -83,7 +83,10 @@ class _Driven(Search):
             return self._fail(why, at)
         for turn in self._turns(state):
             _, event, fault = turn.edge
-            if why := wrong_step(self._properties, node.world, event, turn.states[0].node.world):
+            world = turn.states[0].node.world
+            if event is not _THOUGHT and (
+                why := wrong_step(self._properties, node.world, event, world)
+            ):
                 return self._fail(why, at, turn.edge)
             self._verdict.transitions += len(turn.states)
             if turn.passes:
@@ -94,20 +97,16 @@ class _Driven(Search):
                 if not fault and (number == 0 or turn.passes):
                     self._back[there].append(at)
                     alive = True
-        if not alive and self._goes_on(state):
+        if not alive and self._running(state):
             self._fail(f"stuck: no way to {self._phases[state.place].name}", at)
         return None
 
-    def _goes_on(self, state: _State) -> bool:
-        """Whether the run is neither over nor lost."""
-        names = self._system.names.items()
-        left = [
-            n for n, r in names if r is Role.ROLLOUT and self._system.get(state.node.world, n).live
-        ]
-        return bool(left) and state.place < len(self._phases)
+    def _goes_on(self, code: Code) -> bool:
+        return self._running(self._state(code))
 
-    def _somebody(self, code: Code) -> bool:
-        return self._goes_on(self._state(code))
+    def _running(self, state: _State) -> bool:
+        """Whether the run is neither over nor lost."""
+        return state.place < len(self._phases) and somebody(self._system, state.node.world)
 
     def _walk(self, codes: list[Code]) -> Iterator[Step]:
         state = _State(Node(self._system.initial()), 0)
@@ -124,7 +123,7 @@ class _Driven(Search):
     # -- what may happen --------------------------------------------------------------------------
 
     def _turns(self, state: _State) -> Iterator[_Turn]:
-        if not self._goes_on(state):
+        if not self._running(state):
             return
         edges = [*self._relation.edges(state.node)]
         yield from self._faults(state, edges)
@@ -137,7 +136,7 @@ class _Driven(Search):
         elif state.waits == ACTS:
             yield self._passing(state)
         elif state.waits == FAILED:
-            again = Edge("the phase begins again", on.Act("", ()))
+            again = Edge("the phase begins again", _THOUGHT)
             yield _Turn(again, [state._replace(waits=IDLE)])
         else:
             yield from self._deciding(state, edges)
@@ -211,5 +210,5 @@ class _Driven(Search):
         places = [state.place + 1]
         if state.place == self._last:
             places.insert(0, self._first)
-        edge = Edge(f"passes {self._phases[state.place].name}", on.Act("", ()))
+        edge = Edge(f"passes {self._phases[state.place].name}", _THOUGHT)
         return _Turn(edge, [_State(state.node, place) for place in places], passes=True)

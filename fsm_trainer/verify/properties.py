@@ -13,7 +13,6 @@ from fsm_trainer.machine.names import LinkState, Role, State, Trigger
 from fsm_trainer.machine.world import System, Worker, World
 from fsm_trainer.verify.relation import Node
 
-SERVES = ("generate", "evaluate")
 DOWN = (State.SLEEPING, State.DISCONNECTED)
 
 
@@ -41,7 +40,7 @@ def _alone(system: System, name: str, worker: Worker) -> str:
         busy = any(resources[r].communicator for r in table.actions[job].needs)
         if not still or (busy and len(worker.jobs) > 1):
             return f"11: {name} works at {' and '.join(worker.jobs)}, moving: {worker.move}"
-        if job in SERVES and worker.version is None:
+        if worker.version is None and _serves(system, name, job):
             return f"5: {name} serves without a version"
         if job == "push" and system.names[name] is Role.ROLLOUT and worker.version is not None:
             return f"6: {name} has a version during a push"
@@ -89,7 +88,7 @@ def wrong_step(system: System, before: World, event: on.Event, after: World) -> 
     match event:
         case on.Acted(action="push"):
             return _half_pushed(system, before, event, after)
-        case on.Act(action=action, workers=names) if action in SERVES:
+        case on.Act(action=action, workers=names) if _serves(system, names[0], action):
             return _stale(system, before, names)
         case on.Act(action="push", workers=names):
             return _unleased(system, before, names)
@@ -108,6 +107,13 @@ def wrong_step(system: System, before: World, event: on.Event, after: World) -> 
             if forgotten:
                 return f"10: nobody claims {sorted(forgotten)} of {name}, which may live"
     return ""
+
+
+def _serves(system: System, name: str, action: str) -> bool:
+    """Whether it is work with what a link carries to this worker, and not the carrying itself."""
+    known, role = system.table(name).actions[action], system.names[name]
+    links = system.spec.links.values()
+    return known.joint is None and any(k.spokes == role and k.carries in known.needs for k in links)
 
 
 def _stale(system: System, world: World, names: Iterable[str]) -> str:

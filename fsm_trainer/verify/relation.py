@@ -106,18 +106,15 @@ class Relation:
     def alone(self, node: Node, event: on.Event) -> str:
         """Who an event concerns alone: what comes of it depends on that worker and on the links.
 
-        Empty where others may matter, or may be changed.
+        Empty where others may matter, or may be changed; to begin an action, their versions do.
         """
         system = self.system
         match event:
-            case on.Begin(workers=(name,)) | on.Act(workers=(name,)) | on.Acted(workers=(name,)):
-                table, part = system.table(name), system.get(node.world, name)
-                guarded = (
-                    table.edge(event.trigger, part.state)
-                    if isinstance(event, on.Begin)
-                    else (table.actions[event.action])
-                )
-                return name if guarded is not None and guarded.joint is None else ""
+            case on.Begin(trigger=trigger, workers=(name,)):
+                edge = system.table(name).edge(trigger, system.get(node.world, name).state)
+                return name if edge is not None and edge.joint is None else ""
+            case on.Acted(action=action, workers=(name,)):
+                return name if system.table(name).actions[action].joint is None else ""
             case on.Done(effect=effect) | on.Failed(effect=effect):
                 name = effect.worker
                 linked = effect.resource in system.links

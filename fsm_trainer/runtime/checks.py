@@ -96,7 +96,8 @@ class Checks:
             problem = f"contradicts schedule {name}, in which the trainers {word}"
             remedy = "Remove the line, or choose another schedule."
             raise self.fail("train_offload", problem, remedy)
-        offload = f"on (target: {config.actor.offload.target})" if critic else "off"
+        target = config.actor.offload.on(gpu=config.cluster.gpus > 0)
+        offload = f"on (target: {target})" if critic else "off"
         notes.append(f"{'critic' if critic else 'no critic'} ⇒ train offload: {offload}")
         return spec, notes
 

@@ -69,8 +69,8 @@ class Transport(ABC):
         self._both = torch.empty(2 * _stride(manifest), dtype=torch.uint8, device=self._device)
 
     @abstractmethod
-    def outgoing(self, manifest: Manifest) -> Iterator[Parcel]:
-        """Give each bucket to be filled, and send it when the next is asked for."""
+    def outgoing(self, manifest: Manifest, tally: Callable[[Parcel], None]) -> Iterator[Parcel]:
+        """Give each bucket to be filled; when the next is asked for, send and ``tally`` it."""
 
     @abstractmethod
     def incoming(self, manifest: Manifest) -> Iterator[Parcel]:
@@ -113,13 +113,14 @@ class GroupTransport(Transport):
     # What is queued on a device comes after the broadcasts that it needs, and the host runs ahead:
     # when it waited for each broadcast, a fast link stood still for half of the time.
 
-    def outgoing(self, manifest: Manifest) -> Iterator[Parcel]:
+    def outgoing(self, manifest: Manifest, tally: Callable[[Parcel], None]) -> Iterator[Parcel]:
         sent: list[Pending] = []
         for parcel in self._parcels(manifest):
             if parcel.index >= 2:
                 sent[parcel.index - 2].before_next()  # it is in the memory of this one
             yield parcel
             sent.append(self._lease.start_broadcast(parcel.flat))
+            tally(parcel)  # while it travels: both only read it, and receivers get their own bytes
             if parcel.index >= AHEAD:
                 sent[parcel.index - AHEAD].wait()
         for pending in sent[-AHEAD:]:
@@ -148,11 +149,12 @@ class _Reached(Transport):
     In this order on all ends: bucket 0 is there, 1 is there, 0 was taken, 2 is there, 1 was taken …
     """
 
-    def outgoing(self, manifest: Manifest) -> Iterator[Parcel]:
+    def outgoing(self, manifest: Manifest, tally: Callable[[Parcel], None]) -> Iterator[Parcel]:
         for parcel in self._parcels(manifest):
             if parcel.index >= 2:
                 self._lease.barrier()
             yield parcel
+            tally(parcel)  # before: receivers may read this memory, and would see the same bit flip
             self._put(parcel)
             self._lease.broadcast(parcel.trailer)
         for _ in manifest.buckets[:2]:

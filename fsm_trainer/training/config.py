@@ -40,8 +40,13 @@ class ScheduleConfig(BaseModel, extra="forbid", frozen=True):
 class OffloadConfig(BaseModel, extra="forbid", frozen=True):
     """Where a sleeping trainer's bytes go."""
 
-    target: Target = "disk"
-    """``disk``: files in the role's scratch folder; ``host``: host memory, pinned on a GPU."""
+    target: Target | None = None
+    """``disk``: files in the role's scratch folder; ``host``: host memory, pinned on a GPU. Null:
+    ``host`` on a GPU, else ``disk``."""
+
+    def on(self, gpu: bool) -> Target:
+        """Where they go on such a device: from a GPU to disk a sleep takes minutes."""
+        return self.target or ("host" if gpu else "disk")
 
 
 class TrainerConfig(BaseModel, extra="forbid", frozen=True):

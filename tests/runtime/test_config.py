@@ -302,6 +302,22 @@ def test_the_unedited_configuration_is_good(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "target"),
+    [
+        ([], "disk"),
+        (["cluster.gpus=3"], "host"),
+        (["cluster.gpus=3", "actor.offload.target=disk"], "disk"),
+    ],
+)
+def test_the_bytes_of_a_sleeper_go_where_its_device_is_fast(
+    folder: Path, overrides: list[str], target: str
+) -> None:
+    (folder / "run.yaml").write_text(GOOD)
+    run = load_config(folder / "run.yaml", overrides)
+    assert f"critic ⇒ train offload: on (target: {target})" in run.notes
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_names_field_value_line_and_remedy(folder: Path, name: str) -> None:
     mistake = MISTAKES[name]

@@ -302,12 +302,16 @@ def test_the_unedited_configuration_is_good(folder: Path) -> None:
     )
 
 
+ELSEWHERE = ["cluster.gpus=3", "cluster.address=there:6379", "rollout.engine.device=cuda"]
+"""Devices that this machine lacks."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "target"),
     [
         ([], "disk"),
-        (["cluster.gpus=3"], "host"),
-        (["cluster.gpus=3", "actor.offload.target=disk"], "disk"),
+        (ELSEWHERE, "host"),
+        ([*ELSEWHERE, "actor.offload.target=disk"], "disk"),
     ],
 )
 def test_the_bytes_of_a_sleeper_go_where_its_device_is_fast(

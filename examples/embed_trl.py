@@ -5,7 +5,8 @@ it for completions through `rollout_func`, and says through a callback when the 
 change. Three steps are trained; then the three mistakes that such a loop invites are made, and the
 engine refuses to sample: asleep, with weights that never came, with those of an earlier step.
 
-    pip install trl && python examples/embed_trl.py
+    pip install -e '.[train,examples]'
+    python examples/embed_trl.py
 """
 
 from __future__ import annotations

@@ -7,15 +7,6 @@ from fsm_trainer.groups.lease import Lease
 from fsm_trainer.groups.membership import Membership
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.sync.manifest import Manifest
-from fsm_trainer.sync.push import PushReport, Receiver, Sender
+from fsm_trainer.sync.push import Receiver, Sender
 
-__all__ = [
-    "Address",
-    "Lease",
-    "Manifest",
-    "Membership",
-    "PushReport",
-    "Receiver",
-    "Rendezvous",
-    "Sender",
-]
+__all__ = ["Address", "Lease", "Manifest", "Membership", "Receiver", "Rendezvous", "Sender"]

@@ -235,7 +235,7 @@ def test_trl_samples_with_what_it_has_trained_or_is_refused() -> None:
 def test_a_role_of_ones_own_is_checked_drawn_and_run() -> None:
     right, wrong, drawn, run = re.split(r"^-- .*\n", said("bring_your_own_machine"), flags=re.M)[1:]
     assert right.count("holds") == 2
-    assert "('actor', 'weights'), ('reward_model', 'weights')] on train" in wrong
+    assert re.search(r"Note over .*: 4: .*\('reward_model', 'weights'\).* on train", wrong)
     assert "sleeping --> awake: wake [fits(device)]" in drawn
     assert "reward_model is awake: 'seven' scores +3.0" in run
     assert refusals(run) == [

@@ -38,8 +38,7 @@ class Refused(FsmError):
     ) -> None:
         self.worker, self.state, self.asked = worker, state, asked
         self.because, self.needs = tuple(because), needs
-        reasons = "; ".join(self.because)
-        text = f"{worker} is {state} and refuses {asked!r}: {reasons}"
+        text = f"{worker} is {state} and refuses {asked!r}: {'; '.join(because)}"
         super().__init__(f"{text}. Needs: {needs}" if needs else text)
 
 

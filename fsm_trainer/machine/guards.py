@@ -65,6 +65,12 @@ class Guard:
     text: str = ""
     parts: tuple[ast.expr, ...] = ()
 
+    @property
+    def roles(self) -> set[str]:
+        """The roles whose workers it reads."""
+        nodes = [node for part in self.parts for node in ast.walk(part)]
+        return {ast.unparse(n.value) for n in nodes if isinstance(n, ast.Attribute)} - {"self"}
+
     def holds(self, view: View, worker: str) -> bool:
         """Whether the guard is true for ``worker``."""
         return all(test(view, worker, None) for test in _tests(self.text))
@@ -155,8 +161,6 @@ class _Check:
     def attribute(self, node: ast.Attribute, owner: str, bound: str | None) -> None:
         if node.attr not in ATTRIBUTES:
             self.fail(node, f"unknown attribute `{node.attr}`, one of {', '.join(ATTRIBUTES)}")
-        if owner not in ("self", *Role):
-            self.fail(node, f"unknown role `{owner}`, one of self, {', '.join(Role)}")
         if owner in PLURAL and bound != owner:
             self.fail(node, f"there are several {owner} workers: use all(...) or any(...)")
 
@@ -168,11 +172,10 @@ def _tests(text: str) -> tuple[Test, ...]:
 
 def _compiled(node: ast.expr) -> Test:
     match node:
-        case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in ("self", *PLURAL):
-            own = owner == "self"
-            return lambda view, worker, peer: view.attribute(
-                peer if peer and not own else worker, name
-            )
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return lambda view, worker, peer: view.attribute(worker, name)
+        case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in PLURAL:
+            return lambda view, worker, peer: view.attribute(peer or worker, name)
         case ast.Attribute(value=ast.Name(id=owner), attr=name):
             return lambda view, worker, peer: next(
                 (view.attribute(one, name) for one in view.peers(owner)), None

@@ -50,9 +50,8 @@ def next_effect(system: System, world: World, name: str) -> Effect | None:
         return None
     goes, resource = first
     op, i = Op.RELEASE if goes else Op.ACQUIRE, system.links.get(resource)
-    if i is None:
-        return Effect(name, op, resource)
-    return Effect(name, op, resource, worker.epochs[i] if goes else world.links[i].epoch)
+    epoch = 0 if i is None else worker.epochs[i] if goes else world.links[i].epoch
+    return Effect(name, op, resource, epoch)
 
 
 def arriving(system: System, world: World, name: str) -> frozenset[str]:

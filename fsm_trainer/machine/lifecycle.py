@@ -224,12 +224,11 @@ class Lifecycle:
             effect, resource = due[0], self._resources[due[0].resource]
             try:
                 (resource.acquire if op is Op.ACQUIRE else resource.release)(effect)
-            except BaseException as problem:
+            except BaseException as error:
                 self._failed(effect)
-                if not isinstance(problem, Exception):
+                if not isinstance(error, Exception):
                     raise
-                error = f"{type(problem).__name__}: {problem}"
-                return Report(self.worker, tuple(done), effect, error)
+                return Report(self.worker, tuple(done), effect, f"{type(error).__name__}: {error}")
             self._apply(on.Done(effect))
             done.append(effect)
 

@@ -6,11 +6,20 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a worker is."""
+    """What a worker is: one of these, or a role of one's own, such as ``Role("reward_model")``.
+
+    A role of one's own has a lower-case name and its table in a folder of one's own.
+    """
 
     ACTOR = "actor"
     CRITIC = "critic"
     ROLLOUT = "rollout"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Role | None:
+        own = str.__new__(cls, value)
+        own._name_ = own._value_ = str(value)
+        return own if own.isidentifier() and own.islower() else None
 
 
 class State(StrEnum):

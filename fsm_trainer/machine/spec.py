@@ -20,6 +20,7 @@ from fsm_trainer.machine.names import LinkState, Role, State, Trigger
 
 T = TypeVar("T")
 GuardText = Annotated[Guard, PlainValidator(parse), WithJsonSchema({"type": "string"})]
+AnyRole = Annotated[Role, WithJsonSchema({"anyOf": [{"$ref": "#/$defs/Role"}, {"type": "string"}]})]
 
 
 class _Model(BaseModel):
@@ -38,8 +39,8 @@ class Resource(_Model):
 class LinkSpec(_Model):
     """A link: the hub's role sends what it ``carries`` to the spokes' role."""
 
-    hub: Role
-    spokes: Role
+    hub: AnyRole
+    spokes: AnyRole
     carries: str
 
 
@@ -80,7 +81,7 @@ class Action(Guarded):
 class RoleFile(_Model):
     """``actor.yaml``, ``critic.yaml``, ``rollout.yaml``"""
 
-    role: Role
+    role: AnyRole
     states: dict[State, list[str | dict[str, str]]]
     transitions: list[Transition]
     actions: dict[str, Action] = {}
@@ -104,7 +105,7 @@ class LinkFile(_Model):
 class PhaseRow(_Model):
     """Which states a phase wants of each role (absent: any), and the action that it runs."""
 
-    wants: dict[Role, State | list[State]]
+    wants: dict[AnyRole, State | list[State]]
     action: str | None = None
 
 
@@ -112,7 +113,7 @@ class ScheduleFile(_Model):
     """``schedules/*.yaml``"""
 
     facts: dict[str, bool]
-    devices: dict[Role, str]
+    devices: dict[AnyRole, str]
     phases: dict[str, PhaseRow]
     prologue: tuple[str, ...] = ()
     lanes: dict[str, tuple[str, ...]]
@@ -205,13 +206,16 @@ def load(schedule: str, states: Path | str | None = None) -> Spec:
         raise SpecError(f"{root / 'schedules'}: no schedule {schedule!r}; there are: {known}")
     plan_doc = Document(root / "schedules" / f"{schedule}.yaml", SpecError)
     plan = plan_doc.parse(ScheduleFile)
-    system = Document(root / "system.yaml", SpecError).parse(SystemFile)
-    present = plan.devices
-    links = {n: k for n, k in system.links.items() if k.hub in present and k.spokes in present}
+    system_doc = Document(root / "system.yaml", SpecError)
+    system = system_doc.parse(SystemFile)
+    written = {*Role, *(path.stem for path in root.glob("*.yaml"))} - {"link", "system"}
+    for name, link in system.links.items():
+        _refuse(system_doc, _unknown("role", {link.hub, link.spokes}, written, ("links", name)))
+    links = {n: k for n, k in system.links.items() if {k.hub, k.spokes} <= plan.devices.keys()}
     roles = {}
-    for role in present:
+    for role in plan.devices:
         document = Document(root / f"{role}.yaml", SpecError)
-        roles[role] = _Role(document, system.resources, plan.facts, links).table()
+        roles[role] = _Role(document, system.resources, plan.facts, links, written).table()
     link_file = Document(root / "link.yaml", SpecError).parse(LinkFile)
     moves = {(s, row.trigger): row.dest for row in link_file.transitions for s in _all(row.source)}
     _refuse(plan_doc, _problems(plan, roles))
@@ -250,6 +254,7 @@ class _Role:
     resources: Mapping[str, Resource]
     facts: Mapping[str, bool]
     links: Mapping[str, LinkSpec]
+    roles: Iterable[str]
 
     def table(self) -> RoleTable:
         file = self.document.parse(RoleFile)
@@ -276,7 +281,8 @@ class _Role:
 
     def problems(self, table: RoleTable, edges: Mapping[Key, Transition]) -> Problems:
         """Every state can be reached and left for good, and nothing speaks of the unknown."""
-        holds = table.holds
+        holds, name = table.holds, self.document.path.stem
+        yield table.role != name, f"{name}.yaml is the table of role {name!r}", ("role",)
         rows: dict[Key, Action] = {("actions", n): a for n, a in table.actions.items()}
         needs: dict[Key, frozenset[str]] = {("states", s): frozenset(h) for s, h in holds.items()}
         needs |= {at: action.needs for at, action in rows.items()}
@@ -287,6 +293,7 @@ class _Role:
         joint: list[tuple[Key, Guarded]] = [*edges.items(), *rows.items()]
         for at, row in joint:
             yield from _unknown("link", {row.joint} - {None}, self.links, at)
+            yield from _unknown("role", row.guard.roles, self.roles, (*at, "guard"))
         empty = holds.get(State.DISCONNECTED) == ()
         yield not empty, "there must be a `disconnected` that holds nothing", ("states",)
         for state, held in holds.items():
@@ -301,12 +308,11 @@ class _Role:
                 yield lacks, f"{state} holds {name} without any of {[*needed]}", at
             twins = [other for other in holds if {*holds[other]} == {*held}]
             yield len(twins) > 1, f"{' and '.join(twins)} hold the same", at
-        sources = [(edge.trigger, edge.source) for edge in edges.values()]
         for at, edge in edges.items():
             derived = edge.trigger in (Trigger.SEVER, Trigger.FAIL)
             yield derived, f"{edge.trigger!r} is derived and can't be declared", at
             yield from _unknown("state", {edge.source, edge.dest}, holds, at)
-            double = sources.count((edge.trigger, edge.source)) > 1
+            double = table.edge(edge.trigger, edge.source) is not edge
             yield double, f"{edge.trigger} from {edge.source} is ambiguous", at
         ways = [(edge.source, edge.dest) for edge in edges.values()]
         for problem, way in (("can't be reached", ways), ("is a trap", [w[::-1] for w in ways])):
@@ -315,8 +321,7 @@ class _Role:
 
 
 def _reach(start: State, edges: list[tuple[State, State]]) -> set[State]:
-    found: set[State] = set()
-    new = {start}
+    found, new = set[State](), {start}
     while new:
         found |= new
         new = {dest for source, dest in edges if source in found} - found

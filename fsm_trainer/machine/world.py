@@ -114,13 +114,9 @@ class System:
     @cached_property
     def placement(self) -> dict[str, frozenset[str]]:
         """The devices of each worker: ``own`` is one of its own, ``all`` is everybody's own."""
-        own = [n for n, r in self.names.items() if self.spec.schedule.devices[r] == "own"]
-        places = {}
-        for name, role in self.names.items():
-            device = self.spec.schedule.devices[role]
-            every = {"own": [name], "all": own}.get(device, [device])
-            places[name] = frozenset(every)
-        return places
+        devices = {n: self.spec.schedule.devices[r] for n, r in self.names.items()}
+        own = [n for n, device in devices.items() if device == "own"]
+        return {n: frozenset({"own": [n], "all": own}.get(d, [d])) for n, d in devices.items()}
 
     def within(self, name: str) -> bool:
         """Whether the worker's part of the world is decided here."""

@@ -86,6 +86,11 @@ class Checks:
             remedy = f"{nearest(name, known)}Choose one of {', '.join(known)}."
             raise self.fail("schedule", "there is no such schedule", remedy)
         spec = load(name, self.states)
+        own = [role for role in spec.roles if role not in list(Role)]
+        if own:
+            problem = f"has {', '.join(own)}: a run has workers for {', '.join(Role)} alone"
+            remedy = "Drive a role of your own from your own program: docs/embedding.md shows how."
+            raise self.fail("schedule", problem, remedy)
         critic = Role.CRITIC in spec.roles
         if ppo != critic:
             has = "has a critic" if critic else "has no critic"

@@ -41,15 +41,16 @@ class Canon:
         self._links: list[Link] = []
         self._link_ids: dict[Link, int] = {}
         roles = [*system.names.values()]
-        # Rollout workers stand last in every system.
-        several = roles.index(Role.ROLLOUT) if symmetric and Role.ROLLOUT in roles else len(roles)
-        self._first, self._size = several, len(roles)
+        # Rollout workers stand side by side in every system.
+        several = roles.count(Role.ROLLOUT) if symmetric else 0
+        first = roles.index(Role.ROLLOUT) if several else 0
+        self._several, self._size = slice(first, first + several), len(roles)
 
     def encode(self, node: Node) -> Code:
         """The code of a node."""
         newest = self._newest(node.world)
         codes = [self._part_of(node, name, newest) for name in self._system.names]
-        codes[self._first :] = sorted(codes[self._first :])
+        codes[self._several] = sorted(codes[self._several])
         links = [self._link(link) for link in node.world.links]
         return (*codes, *links, 1 if node.world.lineage else 0)
 
@@ -75,11 +76,10 @@ class Canon:
 
     def replaced(self, code: Code, place: int, part: int) -> Code:
         """The code with another part of one worker."""
-        first, size = self._first, self._size
-        if place < first:
-            return (*code[:place], part, *code[place + 1 :])
-        several = sorted((*code[first:place], part, *code[place + 1 : size]))
-        return (*code[:first], *several, *code[size:])
+        codes = [*code]
+        codes[place] = part
+        codes[self._several] = sorted(codes[self._several])
+        return tuple(codes)
 
     def decode(self, code: Code) -> Node:
         """A node of that code."""

@@ -30,7 +30,6 @@ class Fixed:
     ("text", "column", "reason"),
     [
         ("self.colour == 1", 1, "unknown attribute `colour`"),
-        ("self.live and a.live", 15, "unknown role `a`"),
         ("1 < self.epoch < 3", 1, "one comparison at a time"),
         ("rollout.live", 1, "use all(...) or any(...)"),
         ("any(self.live)", 1, "speaks of one of"),

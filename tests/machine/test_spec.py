@@ -11,6 +11,7 @@ import pytest
 from fsm_trainer.machine.errors import SpecError
 from fsm_trainer.machine.names import Role, State
 from fsm_trainer.machine.spec import default_states, load, schedules
+from fsm_trainer.machine.world import System, WorldView
 
 PLAN = "schedules/disaggregated_critic.yaml"
 WAKE = "{trigger: wake, from: sleeping, to: awake, guard: fits(device)}"
@@ -36,7 +37,10 @@ MISTAKES = [
     ("actor.yaml", "needs: [weights, link]", "needs: [weights, link, kv]", "no state holds all of"),
     ("actor.yaml", "needs: [weights, link]", "needs: [weights, lnik]", "unknown resource 'lnik'"),
     ("actor.yaml", "actions:", "acts:", "acts"),
-    ("actor.yaml", "role: actor", "role: actress", "role"),
+    ("actor.yaml", "role: actor", "role: actress", "actor.yaml is the table of role 'actor'"),
+    ("actor.yaml", "role: actor", "role: Actress", "role: is not one of the choices"),
+    ("actor.yaml", "any(rollout.live)", "actress.live", "unknown role 'actress', one of actor, "),
+    ("actor.yaml", "any(rollout.live)", "link.live", "unknown role 'link'"),
     ("actor.yaml", "role: actor", "role: actor\nrole: actor", "the key 'role' stands"),
     ("actor.yaml", "states:", "states: [", "not YAML"),
     ("actor.yaml", WAKE, f"{WAKE}\n  - {WAKE}", "ambiguous"),
@@ -47,7 +51,8 @@ MISTAKES = [
     ("critic.yaml", "  awake: [", "  connected: [", "unknown state 'awake'"),
     ("system.yaml", "capacity: 3 ", "capacity: much ", "capacity"),
     ("system.yaml", "size: 1", "size: -1", "size"),
-    ("system.yaml", "hub: actor", "hub: boss", "hub"),
+    ("system.yaml", "hub: actor", "hub: boss", "unknown role 'boss'"),
+    (PLAN, "devices: {actor: train", "devices: {boss: train", "boss.yaml:1: the file is missing"),
     ("link.yaml", "from: opening", "from: ajar", "from"),
     (PLAN, "critic: awake}", "critic: alive}", "critic"),
     (PLAN, "critic: awake}", "critic: connected}", "unknown state 'connected'"),
@@ -84,6 +89,25 @@ def test_the_line_is_that_of_the_mistake(states: Path) -> None:
     path.write_text("\n".join(lines))
     with pytest.raises(SpecError, match=rf"critic\.yaml:{at}: "):
         load("disaggregated_critic", states)
+
+
+def test_a_role_of_ones_own_has_its_table_in_the_folder_and_guards_read_it(states: Path) -> None:
+    critic = (states / "critic.yaml").read_text()
+    (states / "judge.yaml").write_text(critic.replace("role: critic", "role: judge"))
+    for name, old, new in (
+        (PLAN, "critic: train", "critic: train, judge: own"),
+        ("actor.yaml", "any(rollout.live) and", "judge.live and"),
+    ):
+        path = states / name
+        path.write_text(path.read_text().replace(old, new, 1))
+    spec = load("disaggregated_critic", states)
+    assert [*spec.roles] == ["actor", "critic", "judge", "rollout"]
+    assert [*spec.roles[Role("judge")].actions] == ["values", "save"]
+    system = System.of(spec, rollouts=2)
+    assert [*system.names] == ["actor", "critic", "judge", "rollout-0", "rollout-1"]
+    guard = spec.roles[Role.ACTOR].edge("connect", State.AWAKE)
+    assert guard is not None and guard.guard.roles == {"judge"}
+    assert guard.guard.holds(WorldView(system, system.initial()), "actor")
 
 
 def test_a_missing_file_and_an_unknown_schedule_are_named(states: Path) -> None:

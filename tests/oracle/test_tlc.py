@@ -77,6 +77,15 @@ def test_tlc_and_the_explorer_find_as_many_states_and_no_violation(
 
 
 @needs_tlc
+def test_they_agree_on_a_role_of_ones_own(tmp_path: Path) -> None:
+    states = Path(__file__).parents[2] / "examples" / "reward_model"
+    system = System.of(load("rewarded", states), 1)
+    ours = check(system, fine=False)
+    assert (ours.violation, ours.states) == (None, 3_939)
+    assert tlc(system, tmp_path) == Verdict("", ours.states)
+
+
+@needs_tlc
 def test_they_agree_between_any_two_effects_too(tmp_path: Path) -> None:
     system = System.of(load("disaggregated"), 1)
     ours = check(system, fine=True)

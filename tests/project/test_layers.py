@@ -17,7 +17,7 @@ ROWS = (
     ("verify",),
     ("groups", "testing"),
     ("training", "engines", "sync", "algorithms", "data", "checks"),
-    ("workers",),
+    ("workers", "link"),
     ("runtime",),
     ("simulation",),
     ("cli",),

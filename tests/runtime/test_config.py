@@ -506,6 +506,15 @@ def test_optimizer_steps_leave_the_critics_warm_up_to_the_critic(folder: Path) -
     assert run.optimizer_steps(Role.ACTOR) == 12
 
 
+def test_a_run_has_no_worker_for_a_role_of_ones_own(folder: Path) -> None:
+    (folder / "run.yaml").write_text(GOOD)
+    states = Path(__file__).parents[2] / "examples" / "reward_model"
+    with pytest.raises(
+        ConfigError, match="schedule: has reward_model: a run has workers for actor"
+    ):
+        load_config(folder / "run.yaml", ["schedule=rewarded"], states)
+
+
 def test_a_mistake_is_a_config_error_for_who_embeds(folder: Path) -> None:
     (folder / "run.yaml").write_text(GOOD.replace("steps: 4", "steps: -1"))
     with pytest.raises(ConfigError, match=r"run\.yaml:2: steps: is too small \(given: -1\)"):

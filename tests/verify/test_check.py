@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from fsm_trainer.cli.main import app
 from fsm_trainer.machine.errors import SpecError
-from fsm_trainer.machine.names import State
-from fsm_trainer.machine.planner import Move, plan, ready
+from fsm_trainer.machine.names import Role, State
+from fsm_trainer.machine.planner import Move, apply, plan, ready
 from fsm_trainer.machine.spec import Phase, load, schedules
 from fsm_trainer.machine.world import System, World
-from fsm_trainer.verify.canon import Canon
+from fsm_trainer.verify.canon import Canon, Node
 from fsm_trainer.verify.check import Verdict, check
 from fsm_trainer.verify.driven import check_driven
 from fsm_trainer.verify.mutate import fates
@@ -74,6 +74,20 @@ def test_symmetric_workers_are_every_order_of_them() -> None:
     assert len({canon.encode(ordered.decode(code)) for code in full}) == (
         check(system, fine=False).states
     )
+
+
+def test_rollout_workers_are_symmetric_wherever_a_schedule_names_their_role() -> None:
+    roles = {"rollout-0": Role.ROLLOUT, "rollout-1": Role.ROLLOUT, "actor": Role.ACTOR}
+    system = System(load("disaggregated"), roles)
+    canon, codes = Canon(system), set()
+    alone = apply(system, system.initial(), Move("start", ("actor",)))
+    canon.encode(Node(alone))  # so that the actor's part has a number below those of the others
+    for name in ("rollout-0", "rollout-1"):
+        node = Node(apply(system, alone, Move("start", (name,))))
+        code = canon.encode(node)
+        codes |= {code, canon.replaced(code, 2, canon.part_of(node, "actor"))}
+        assert system.get(canon.decode(code).world, "actor").held == {"bank"}
+    assert len(codes) == 1
 
 
 # -- what is broken is found, and told -------------------------------------------------------------

@@ -24,7 +24,7 @@ from fsm_trainer.engines.sglang import SglangEngine
 from fsm_trainer.groups.membership import Membership
 from fsm_trainer.machine.version import Version
 from tests.contract import weights as peer
-from tests.groups.world import Member, World
+from fsm_trainer.testing.processes import Member, Processes
 
 HERE = find_spec("sglang") is not None
 
@@ -152,7 +152,7 @@ def gone(pid: int) -> bool:
 class Bench:
     """One engine, and a real process that sends it weights."""
 
-    def __init__(self, engine: Engine, world: World, site: Site) -> None:
+    def __init__(self, engine: Engine, world: Processes, site: Site) -> None:
         self.engine, self.world, self.site = engine, world, site
         self.number = 0
 
@@ -206,14 +206,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World()
+def world() -> Iterator[Processes]:
+    world = Processes()
     yield world
     world.close()
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def bench(request: pytest.FixtureRequest, tiny: Path, world: World, site: Site) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, tiny: Path, world: Processes, site: Site) -> Iterator[Bench]:
     """An engine for all tests of a module; nothing of it is left behind at the end."""
     world.members(1)
     before = descendants(), len(os.listdir("/proc/self/fd"))
@@ -230,7 +230,7 @@ def bench(request: pytest.FixtureRequest, tiny: Path, world: World, site: Site) 
     until(lambda: len(os.listdir("/proc/self/fd")) <= before[1] + 2)
 
 
-def descendants_of(world: World) -> set[int]:
+def descendants_of(world: Processes) -> set[int]:
     """The world's members, which are replaced when a test kills one."""
     return {member._process.pid or 0 for member in world._members}
 

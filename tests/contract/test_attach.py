@@ -19,7 +19,7 @@ from fsm_trainer.machine.errors import CapabilityMissing, EngineFailed
 from fsm_trainer.sync.checksums import checksums
 from tests.contract import weights as peer
 from tests.contract.conftest import HERE, ON_CPU, Bench, Site, background, long_requests, until
-from tests.groups.world import World
+from fsm_trainer.testing.processes import Processes
 
 httpx = pytest.importorskip("httpx", reason="it comes with SGLang: tox run -e sglang")
 
@@ -72,7 +72,7 @@ def test_what_a_server_lacks_is_named(elsewhere: Elsewhere, tiny: Path) -> None:
 
 
 def test_a_worker_that_goes_leaves_the_server_and_the_next_one_goes_on(
-    elsewhere: Elsewhere, tiny: Path, world: World
+    elsewhere: Elsewhere, tiny: Path, world: Processes
 ) -> None:
     first = elsewhere.engine(tiny)
     first.start()

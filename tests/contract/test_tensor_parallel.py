@@ -17,7 +17,7 @@ from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.checksums import checksums
 from tests.contract import weights as peer
 from tests.contract.conftest import HERE, ON_CPU, gone
-from tests.groups.world import World
+from fsm_trainer.testing.processes import Processes
 
 pytestmark = [
     pytest.mark.skipif(not HERE, reason="SGLang isn't installed: tox run -e sglang"),
@@ -41,7 +41,7 @@ def engine(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SglangEngine
 
 
 def test_both_parts_take_a_push_and_give_back_the_senders_bytes(engine: SglangEngine) -> None:
-    world = World()
+    world = Processes()
     try:
         [sender] = world.members(1)
         for tag in Tag:

@@ -1,6 +1,6 @@
 """Weights by seed, the same in every process, and what the sending process does with them.
 
-``held`` is what a `tests.groups.world.Member` keeps between calls.
+``held`` is what a `fsm_trainer.testing.processes.Member` keeps between calls.
 """
 
 from __future__ import annotations

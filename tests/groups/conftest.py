@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.groups.world import World, shared_world
+from fsm_trainer.testing.processes import Processes, shared
 
 
 @pytest.fixture
-def world() -> World:
+def world() -> Processes:
     """Processes that all tests of groups and pushes share."""
-    return shared_world()
+    return shared()

@@ -10,13 +10,13 @@ from typing import Any
 
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from tests.groups import members
-from tests.groups.world import Answer, World
+from fsm_trainer.testing.processes import Answer, Processes
 
 # Seconds that may pass beyond a lease's timeout: the roll call, and a busy machine.
 SLACK = 2.5
 
 
-def opened(world: World, size: int, timeout: float = 5.0) -> list[Any]:
+def opened(world: Processes, size: int, timeout: float = 5.0) -> list[Any]:
     processes = world.members(size)
     places = world.memberships(size, timeout)
     answers = [
@@ -35,7 +35,7 @@ def results(answers: list[Answer], timeout: float = 20.0) -> list[Any]:
     return [answer.get(timeout) for answer in answers]
 
 
-def test_all_operations_of_three_members_agree(world: World) -> None:
+def test_all_operations_of_three_members_agree(world: Processes) -> None:
     processes = opened(world, 3)
 
     got = results(everywhere(processes, members.all_operations))
@@ -44,13 +44,13 @@ def test_all_operations_of_three_members_agree(world: World) -> None:
     assert got == [([1.0] * 3, [6.0, 60.0], [[0.0], [1.0], [2.0]])] * 3
 
 
-def test_torch_has_no_group_registered_while_a_lease_is_open(world: World) -> None:
+def test_torch_has_no_group_registered_while_a_lease_is_open(world: Processes) -> None:
     processes = opened(world, 2)
 
     assert results(everywhere(processes, members.registered)) == [(), ()]
 
 
-def test_what_belongs_to_a_lease_goes_with_it_however_it_ends(world: World) -> None:
+def test_what_belongs_to_a_lease_goes_with_it_however_it_ends(world: Processes) -> None:
     for end in (members.close_lease, members.revoke):
         processes = opened(world, 2)
         results(everywhere(processes, members.end_with_lease))
@@ -65,7 +65,7 @@ def test_what_belongs_to_a_lease_goes_with_it_however_it_ends(world: World) -> N
 
 
 def test_where_weights_take_another_way_the_group_is_gloos_whatever_the_backend(
-    world: World,
+    world: Processes,
 ) -> None:
     processes = world.members(2)
     places = [replace(p, backend="nccl", kind="ipc") for p in world.memberships(2)]
@@ -76,7 +76,7 @@ def test_where_weights_take_another_way_the_group_is_gloos_whatever_the_backend(
     assert results(everywhere(processes, members.sum_of_ones)) == [2.0, 2.0]
 
 
-def test_a_closed_lease_refuses_at_once(world: World) -> None:
+def test_a_closed_lease_refuses_at_once(world: Processes) -> None:
     processes = opened(world, 2)
     closed = results(everywhere(processes, members.close_lease))
 
@@ -87,7 +87,7 @@ def test_a_closed_lease_refuses_at_once(world: World) -> None:
     assert "it was closed" in text
 
 
-def test_opening_a_newer_epoch_ends_the_older_lease_of_the_process(world: World) -> None:
+def test_opening_a_newer_epoch_ends_the_older_lease_of_the_process(world: Processes) -> None:
     process = opened(world, 1)[0]
     process.call(members.keep_as, "stale").get()
     process.call(members.open_lease, world.memberships(1)[0]).get()
@@ -98,7 +98,7 @@ def test_opening_a_newer_epoch_ends_the_older_lease_of_the_process(world: World)
     assert "was opened" in text
 
 
-def test_an_epoch_is_opened_once(world: World) -> None:
+def test_an_epoch_is_opened_once(world: Processes) -> None:
     process = world.members(1)[0]
     place = world.memberships(1)[0]
     process.call(members.open_lease, place).get()
@@ -109,7 +109,7 @@ def test_an_epoch_is_opened_once(world: World) -> None:
     assert f"epoch {place.epoch}" in text
 
 
-def test_a_replaced_process_cannot_take_a_place_that_was_opened(world: World) -> None:
+def test_a_replaced_process_cannot_take_a_place_that_was_opened(world: Processes) -> None:
     first, second = world.members(2)
     place = world.memberships(1)[0]
     first.call(members.open_lease, place).get()
@@ -120,7 +120,7 @@ def test_a_replaced_process_cannot_take_a_place_that_was_opened(world: World) ->
     assert "opened before" in text
 
 
-def test_members_that_were_told_different_members_refuse(world: World) -> None:
+def test_members_that_were_told_different_members_refuse(world: Processes) -> None:
     processes = world.members(2)
     one, two = world.memberships(2)
     two = replace(two, members=("member-0", "somebody-else"))
@@ -133,7 +133,7 @@ def test_members_that_were_told_different_members_refuse(world: World) -> None:
     assert "somebody-else" in got[0][1]
 
 
-def test_a_missing_member_is_named_within_the_timeout(world: World) -> None:
+def test_a_missing_member_is_named_within_the_timeout(world: Processes) -> None:
     processes = world.members(2)
     places = world.memberships(3, timeout=1.0)
 
@@ -145,7 +145,7 @@ def test_a_missing_member_is_named_within_the_timeout(world: World) -> None:
         assert 0.9 < seconds < 1.0 + SLACK
 
 
-def test_an_absent_rendezvous_is_an_error_within_the_timeout(world: World) -> None:
+def test_an_absent_rendezvous_is_an_error_within_the_timeout(world: Processes) -> None:
     with Rendezvous.bind() as gone:
         address = Address(*gone.address)
     place = replace(world.memberships(1, timeout=1.0)[0], store=address)
@@ -157,7 +157,7 @@ def test_an_absent_rendezvous_is_an_error_within_the_timeout(world: World) -> No
     assert seconds < 1.0 + SLACK
 
 
-def test_a_stopped_rendezvous_cannot_hang_an_open(world: World) -> None:
+def test_a_stopped_rendezvous_cannot_hang_an_open(world: Processes) -> None:
     host, guest = world.members(2)
     address = host.call(members.host).get()
     place = replace(world.memberships(1, timeout=1.0)[0], store=address)
@@ -171,7 +171,7 @@ def test_a_stopped_rendezvous_cannot_hang_an_open(world: World) -> None:
     assert seconds < 1.0 + SLACK
 
 
-def test_revoke_from_another_thread_ends_a_blocked_broadcast_for_all(world: World) -> None:
+def test_revoke_from_another_thread_ends_a_blocked_broadcast_for_all(world: Processes) -> None:
     processes = opened(world, 3)
     # Rank 0, the source, never comes: ranks 1 and 2 wait for it.
     blocked = everywhere(processes[1:], members.broadcast, 1_000_000)
@@ -192,7 +192,7 @@ def test_revoke_from_another_thread_ends_a_blocked_broadcast_for_all(world: Worl
     assert processes[0].call(members.broadcast, 4).get()[0] == "LeaseExpired"
 
 
-def test_the_driver_ends_an_epoch_without_calling_its_members(world: World) -> None:
+def test_the_driver_ends_an_epoch_without_calling_its_members(world: Processes) -> None:
     processes = opened(world, 2)
     epoch = processes[0].call(members.epoch).get()
     blocked = processes[1].call(members.broadcast, 1_000_000)
@@ -205,7 +205,7 @@ def test_the_driver_ends_an_epoch_without_calling_its_members(world: World) -> N
     assert seconds < 3.0
 
 
-def test_a_killed_peer_is_named_and_survivors_rebuild_under_a_new_epoch(world: World) -> None:
+def test_a_killed_peer_is_named_and_survivors_rebuild_under_a_new_epoch(world: Processes) -> None:
     processes = opened(world, 3, timeout=3.0)
     survivors = everywhere(processes[:2], members.broadcasts_until_error, 4_000_000)
     processes[2].call(members.broadcasts_until_dead, 4_000_000, 0.4)
@@ -227,7 +227,7 @@ def test_a_killed_peer_is_named_and_survivors_rebuild_under_a_new_epoch(world: W
     assert results(everywhere(processes[:2], members.sum_of_ones)) == [2.0, 2.0]
 
 
-def test_a_stopped_peer_costs_the_timeout_and_no_more(world: World) -> None:
+def test_a_stopped_peer_costs_the_timeout_and_no_more(world: Processes) -> None:
     processes = opened(world, 2, timeout=1.5)
     processes[1].kill(signal.SIGSTOP)
 
@@ -239,7 +239,7 @@ def test_a_stopped_peer_costs_the_timeout_and_no_more(world: World) -> None:
     assert 1.4 < seconds < 1.5 + SLACK
 
 
-def test_a_result_is_refused_when_the_lease_ended_meanwhile(world: World) -> None:
+def test_a_result_is_refused_when_the_lease_ended_meanwhile(world: Processes) -> None:
     process = opened(world, 1)[0]
 
     name, text, _ = process.call(members.ends_normally_after_revoke).get()
@@ -248,7 +248,7 @@ def test_a_result_is_refused_when_the_lease_ended_meanwhile(world: World) -> Non
     assert "meanwhile" in text
 
 
-def test_a_hundred_epochs_leave_threads_and_descriptors_flat(world: World) -> None:
+def test_a_hundred_epochs_leave_threads_and_descriptors_flat(world: Processes) -> None:
     processes = world.members(2)
     epochs = [world.memberships(2) for _ in range(100)]
 
@@ -267,7 +267,7 @@ def test_a_hundred_epochs_leave_threads_and_descriptors_flat(world: World) -> No
     assert results(everywhere(processes, members.registered)) == [(), ()]
 
 
-def test_a_bundle_told_in_opposite_orders_opens(world: World) -> None:
+def test_a_bundle_told_in_opposite_orders_opens(world: Processes) -> None:
     processes = world.members(2)
     links = [world.memberships(2, link=f"bundle/{index}") for index in (7, 8, 9)]
     forward = [places[0] for places in links]
@@ -283,7 +283,7 @@ def test_a_bundle_told_in_opposite_orders_opens(world: World) -> None:
     assert got == [["bundle/7", "bundle/8", "bundle/9"]] * 2
 
 
-def test_a_bundle_that_fails_half_way_leaves_nothing_open(world: World) -> None:
+def test_a_bundle_that_fails_half_way_leaves_nothing_open(world: Processes) -> None:
     process = world.members(1)[0]
     good = world.memberships(1, link="half/0")[0]
     bad = world.memberships(2, timeout=0.5, link="half/1")[0]
@@ -298,7 +298,7 @@ def test_a_bundle_that_fails_half_way_leaves_nothing_open(world: World) -> None:
     assert after[1] <= before[1] + 3 + 2
 
 
-def test_a_process_has_one_client_of_the_store_over_all_epochs(world: World) -> None:
+def test_a_process_has_one_client_of_the_store_over_all_epochs(world: Processes) -> None:
     process = world.members(1)[0]
     before = world.memberships(1)[0]
 

@@ -15,7 +15,8 @@ PACKAGE = Path(fsm_trainer.__file__).parent
 ROWS = (
     ("machine", "document"),
     ("verify",),
-    ("groups", "testing"),
+    ("groups",),
+    ("testing",),
     ("training", "engines", "sync", "algorithms", "data", "checks"),
     ("workers", "link"),
     ("runtime",),

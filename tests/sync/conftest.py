@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.groups import members
-from tests.groups.world import Member, World, shared_world
+from fsm_trainer.testing.processes import Member, Processes, shared
 from tests.sync import pushes
 
 
 @pytest.fixture
-def world() -> World:
+def world() -> Processes:
     """Processes that all tests of groups and pushes share."""
-    return shared_world()
+    return shared()
 
 
 class Link:
     """A link of one kind between members of the world."""
 
-    def __init__(self, world: World, kind: str, folder: Path) -> None:
+    def __init__(self, world: Processes, kind: str, folder: Path) -> None:
         self.kind, self.folder, self._world = kind, folder, world
         self.members: list[Member] = []
 
@@ -52,7 +52,7 @@ class Link:
 
 
 @pytest.fixture(params=["group", "ipc", "disk"])
-def link(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Iterator[Link]:
+def link(request: pytest.FixtureRequest, world: Processes, tmp_path: Path) -> Iterator[Link]:
     """Each kind in turn; when it is closed nothing is left, however the test's pushes ended."""
     made = Link(world, request.param, tmp_path)
     yield made

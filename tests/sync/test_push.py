@@ -17,7 +17,7 @@ from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import ITEM_SIZE, Bucket, Manifest, TensorSpec
 from fsm_trainer.sync.transports import GroupTransport
 from tests.groups import members
-from tests.groups.world import Answer, World
+from fsm_trainer.testing.processes import Answer, Processes
 from tests.sync import pushes
 from tests.sync.conftest import Link
 
@@ -112,7 +112,7 @@ def test_tensors_in_another_order_are_refused_and_end_the_lease(link: Link) -> N
     assert sender.call(members.usable).get() is False
 
 
-def test_a_push_like_the_last_one_finds_its_buckets_made(world: World, tmp_path: Path) -> None:
+def test_a_push_like_the_last_one_finds_its_buckets_made(world: Processes, tmp_path: Path) -> None:
     link, named = Link(world, "group", tmp_path), pushes.weights(seed=5)
     for expected in (False, True):
         processes = link.open(2)

@@ -1,0 +1,225 @@
+"""Stand-ins that cost nothing: a clock, a link's group, and workers whose resources only exist."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from fsm_trainer.machine.errors import ActionFailed, EffectFailed, LeaseExpired, PeerLost
+from fsm_trainer.machine.events import Effect
+from fsm_trainer.machine.lifecycle import Lifecycle, Report, Resource
+from fsm_trainer.machine.names import Trigger
+from fsm_trainer.machine.world import System, World
+from fsm_trainer.testing.stateful import Order
+
+
+class FakeClock:
+    """Seconds that pass only when somebody sleeps."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now, self._lock = now, threading.Lock()
+
+    def monotonic(self) -> float:
+        """The time, in seconds."""
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass, at once."""
+        with self._lock:
+            self._now += max(0.0, seconds)
+
+
+class FakeGroup:
+    """The group of one link, without processes: who is in it, under which epoch, and what travels.
+
+    It keeps a group's rules: epochs only grow, a handle of an older one raises, and so does a lost
+    member. Who misses one waits out the timeout on the clock, and nobody in truth.
+
+    Args:
+        members: all that belong to it, by name.
+        clock: pays for the waits.
+        timeout: seconds that an operation waits for a member.
+    """
+
+    def __init__(
+        self, members: Collection[str], clock: FakeClock, timeout: float = 60.0, link: str = "link"
+    ) -> None:
+        self._members, self._clock = frozenset(members), clock
+        self._timeout, self._link = timeout, link
+        self.epoch = 0
+        self._inside, self._joined = set[str](), set[str]()
+        self._sent: object = None
+
+    def end(self, name: str) -> Resource:
+        """A member's end of it, as a resource: its epoch is that of the transition."""
+        return _FakeEnd(self, name)
+
+    def join(self, name: str, epoch: int) -> None:
+        """Be a member in an epoch, once; raises LeaseExpired if that is over."""
+        if epoch < self.epoch or (epoch == self.epoch and name in self._joined):
+            raise LeaseExpired(self._link, epoch, f"{name} comes late, it is {self.epoch}")
+        if epoch > self.epoch:
+            self.epoch, self._inside, self._joined = epoch, set(), set()
+        self._inside.add(name)
+        self._joined.add(name)
+
+    def leave(self, name: str) -> None:
+        """Be no member any more, in good order or because its process is gone."""
+        self._inside.discard(name)
+
+    def send(self, name: str, epoch: int, value: object) -> None:
+        """Give all members a value; raises as :meth:`check` does."""
+        self.check(name, epoch)
+        self._sent = value
+
+    def receive(self, name: str, epoch: int) -> object:
+        """What was sent last; raises as :meth:`check` does."""
+        self.check(name, epoch)
+        return self._sent
+
+    def check(self, name: str, epoch: int) -> None:
+        """Raise LeaseExpired for a handle of no use, and PeerLost, late, where a member is gone."""
+        if epoch != self.epoch or name not in self._inside:
+            raise LeaseExpired(self._link, epoch, f"{name} is not in epoch {self.epoch}")
+        if missing := sorted(self._members - self._inside):
+            self._clock.sleep(self._timeout)
+            raise PeerLost(f"{self._link} epoch {epoch}: {', '.join(missing)} did not answer")
+
+
+class _FakeEnd:
+    def __init__(self, group: FakeGroup, name: str) -> None:
+        self._group, self._name = group, name
+
+    def acquire(self, effect: Effect) -> None:
+        self._group.join(self._name, effect.epoch)
+
+    def release(self, effect: Effect) -> None:
+        self._group.leave(self._name)
+
+
+class Faulty:
+    """A resource, or nothing in its place, that knows whether it is held and fails when told to."""
+
+    def __init__(self, held: Counter[str], inner: Resource | None = None) -> None:
+        self._held, self._inner = held, inner
+        self.fails = False
+
+    def acquire(self, effect: Effect) -> None:
+        """Take it; raises ActionFailed when it was told to fail."""
+        fails, self.fails = self.fails, False
+        if fails:
+            raise ActionFailed(f"{effect}: an injected fault")
+        if self._inner is not None:
+            self._inner.acquire(effect)
+        self._held[effect.resource] += 1
+
+    def release(self, effect: Effect) -> None:
+        """Give it back."""
+        if self._inner is not None:
+            self._inner.release(effect)
+        self._held[effect.resource] -= 1
+
+
+class Steps(Protocol):
+    """A `Lifecycle`, or one that is elsewhere."""
+
+    def begin(self, name: str, *, epoch: int, world: World) -> Report:
+        """Release."""
+
+    def acquire(self) -> Report:
+        """Acquire."""
+
+    def commit(self) -> object:
+        """Be there."""
+
+    def undo(self) -> object:
+        """Go back."""
+
+    def sever(self, link: str, world: World) -> object:
+        """Give up a lease."""
+
+
+def in_step(lifecycle: Steps, order: Order) -> None:
+    """One end's part of a transition: the ends acquire once all have released, and open together.
+
+    Raises EffectFailed, after an undo, `NobodyComes` when another end failed, and what refuses it.
+    """
+    if order.name == Trigger.SEVER:
+        lifecycle.sever(str(order.link), order.world)
+        return
+    report = lifecycle.begin(order.name, epoch=order.epoch, world=order.world)
+    try:
+        _or_raise(order, report)
+        order.meet()
+        _or_raise(order, lifecycle.acquire())
+        if order.name == Trigger.CONNECT:
+            order.meet()  # a link is open at all ends, or at none
+    except BaseException:
+        lifecycle.undo()
+        raise
+    lifecycle.commit()
+
+
+def _or_raise(order: Order, report: Report) -> None:
+    if (effect := report.failed) is not None:
+        state = report.worker.state
+        raise EffectFailed(effect.worker, order.name, str(effect), report.error, state)
+
+
+class LifecycleWorker:
+    """A worker under test whose lifecycle is ours: a `Lifecycle` over resources of yours, or none.
+
+    Args:
+        system: the tables.
+        name: the worker.
+        resources: those that are real; the others only exist.
+        work: what an action does, by its name, given the order; the others do nothing.
+        weights: see :meth:`Subject.weights`.
+        end: ends what the resources may still hold, as a process's end would.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        name: str,
+        resources: Mapping[str, Resource] | None = None,
+        *,
+        work: Mapping[str, Callable[[Order], None]] | None = None,
+        weights: Callable[[], object] = lambda: None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        known = {r for held in system.table(name).holds.values() for r in held}
+        self._held, given = Counter[str](), resources or {}
+        self._faulty = {r: Faulty(self._held, given.get(r)) for r in sorted(known)}
+        self._work, self._weights, self._end = work or {}, weights, end
+        self.lifecycle = Lifecycle(system, name, self._faulty)
+
+    def trigger(self, order: Order) -> None:
+        """Begin, acquire and commit in step with the other ends, or undo it."""
+        in_step(self.lifecycle, order)
+
+    def act(self, order: Order) -> None:
+        """Do it between the action's begin and its end."""
+        with self.lifecycle.action(order.name, order.world):
+            if (work := self._work.get(order.name)) is not None:
+                work(order)
+
+    def holds(self) -> Collection[str]:
+        """What was acquired and not released, as often as it was."""
+        return [*self._held.elements()]
+
+    def weights(self) -> object:
+        """What was given for them."""
+        return self._weights()
+
+    def fail_next(self, resource: str) -> bool:
+        """Its next acquisition raises."""
+        self._faulty[resource].fails = True
+        return True
+
+    def kill(self) -> None:
+        """Forget it."""
+        self._held.clear()
+        self._end()

@@ -1,0 +1,54 @@
+"""A pytest plugin, there wherever fsm-trainer is installed: see the package for a tutorial.
+
+It loads nothing heavy before a fixture is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from fsm_trainer.testing.processes import Processes
+
+
+@pytest.fixture(scope="session")
+def gloo_processes() -> Processes:
+    """Real processes with a store where their groups meet; all tests of a run share them."""
+    from fsm_trainer.testing.processes import shared
+
+    return shared()
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fails a test that leaves groups, processes, threads, descriptors, sockets or memory behind.
+
+    What other fixtures of the test start and keep must be asked for before this one.
+    """
+    from fsm_trainer.testing.leaks import footprint, grown
+
+    before = footprint()
+    yield
+    if left := grown(before):
+        pytest.fail(f"the test left behind: {left}")
+
+
+@pytest.fixture
+def conforms() -> Callable[..., None]:
+    """Given a journal, its schedule and where the tables are, fails where it doesn't conform."""
+
+    def check(journal: Path, schedule: str, states: Path | None = None) -> None:
+        import json
+
+        from fsm_trainer.machine.spec import load
+        from fsm_trainer.verify.conformance import check_journal
+
+        entries = [json.loads(line) for line in journal.read_text().splitlines()]
+        if violation := check_journal(entries, load(schedule, states)):
+            pytest.fail(f"{journal}: {violation}")
+
+    return check

@@ -75,5 +75,5 @@ def stand(
             up = LinkState.UP if whole else LinkState.BROKEN if members else LinkState.DOWN
             link = Link(up, max(link.epoch, 1), members)
         links.append(link)
-    lineage = max((w.version.lineage for w in world.workers if w.version), default=0)
-    return World(world.workers, tuple(links), lineage)
+    lineages = (worker.version.lineage for worker in world.workers if worker.version)
+    return World(world.workers, tuple(links), max([world.lineage, *lineages]))

@@ -1,0 +1,352 @@
+"""Watch another trainer: its events, held against the tables, with the story of what is wrong.
+
+A trainer that knows nothing of fsm-trainer tells what its workers do in the words of the tables: a
+trigger (``wake``), an action (``generate``) or a fault (``died``). Here are an actor and a rollout
+worker, which start, wake, and join a group one after the other:
+
+>>> from fsm_trainer import System, load
+>>> monitor = Monitor(System.of(load("disaggregated"), rollouts=1))
+>>> for trigger in ("start", "wake", "connect"):
+...     for worker in ("actor", "rollout-0"):
+...         assert monitor.tell(Event(worker, trigger)) == []
+
+The link is up when its last end has told its ``connect``. A push concerns all ends, and may be told
+at once. Then the engine has the trainer's weights, and may generate:
+
+>>> monitor.tell(Event("all", "push")) + monitor.tell(Event("rollout-0", "generate"))
+[]
+
+Now the actor sleeps, and nobody has destroyed its group:
+
+>>> for violation in monitor.tell(Event("actor", "sleep")):
+...     print(violation)
+event 9: actor is connected and refuses 'sleep': connected has no 'sleep', only ['disconnect']
+  needs: awake and self.in_flight == 0
+  legal after: disconnect(actor, rollout-0)
+  breaks property 1: no worker that is sleeping or disconnected holds a communicator
+    (actor is sleeping with ['link'])
+  before it:
+    event 1: actor start
+    event 3: actor wake
+    event 5: actor connect
+    event 7: actor, rollout-0 push
+
+The monitor takes the trainer's word and goes on: the actor sleeps, and the link that it left is
+broken. What begins and ends apart is told apart (``at="begin"``, ``at="end"``), so that a request
+in flight is seen. `Stream` reads the names of another trainer: see ``docs/monitor.md``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from math import inf
+from typing import Literal
+
+from fsm_trainer.machine import events as on
+from fsm_trainer.machine import legal
+from fsm_trainer.machine.errors import DataError, Refused
+from fsm_trainer.machine.names import State, Trigger
+from fsm_trainer.machine.spec import Action, Guarded
+from fsm_trainer.machine.step import advance
+from fsm_trainer.machine.version import Version
+from fsm_trainer.machine.world import Link, System, Worker, World
+from fsm_trainer.verify.properties import broken, wrong_step
+from fsm_trainer.verify.relation import Node
+from fsm_trainer.verify.remedy import stand, together, way
+
+ALL = "all"
+STORY = 6
+"""How many of the events before it a violation tells."""
+FAULTS: Mapping[str, Callable[[str], on.Event]] = {
+    "died": on.Died, "lost": partial(on.Died, lost=True), "confirmed": on.Confirmed,
+    "joined": on.Joined,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a trainer tells of a worker."""
+
+    worker: str
+    """Its name; or a role: each worker of it; or ``all``: all ends of a link together."""
+    trigger: str
+    """A trigger or an action of the tables, or a fault: died, lost, confirmed, joined."""
+    at: Literal["begin", "end"] | None = None
+    """Whether it begins or ends; None where both are told at once."""
+    ok: bool = True
+    """False when it failed, or was undone."""
+    epoch: int | None = None
+    """Of the link, as this worker has it: a number that only grows. None: as the tables say."""
+    version: int | Literal["kept"] | None = None
+    """Of the weights that it has then, or serves: a number that grows with each update; ``kept``:
+    those that it had last. None: as the tables say."""
+    time: float | None = None
+    """Seconds, on a clock that all events share."""
+    where: str = ""
+    """Its place in the stream, for people."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """What a trainer did that the tables refuse, or that breaks a property."""
+
+    event: Event
+    because: str
+    needs: str = ""
+    """The states and guards in which it would have been legal."""
+    after: tuple[str, ...] = ()
+    """The moves after which it would have been legal, if there are any."""
+    breaks: str = ""
+    """The property of ``states/system.yaml`` that it breaks, with its number."""
+    story: tuple[str, ...] = ()
+    """The last events before it of all workers that it speaks of."""
+    again: int = 0
+    """How often the like was found before."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.event.where}: {self.because}"]
+        lines += [f"  needs: {self.needs}"] if self.needs else []
+        lines += [f"  legal after: {', '.join(self.after)}"] if self.after else []
+        lines += [f"  breaks property {self.breaks}"] if self.breaks else []
+        lines += ["  before it:", *(f"    {told}" for told in self.story)] if self.story else []
+        return "\n".join(lines)
+
+
+class Monitor:
+    """Follows a trainer's events through `step`, and goes on after a violation.
+
+    Args:
+        system: the tables, and every worker that the events tell of.
+        world: where the workers stand at the first event; default: all are disconnected.
+        deadline: seconds in which what has begun must end; judged at each event that has a time.
+    """
+
+    def __init__(self, system: System, world: World | None = None, deadline: float = inf) -> None:
+        self.system, self.world = system, world or system.initial()
+        self.count = 0
+        """How many events were told."""
+        self._deadline = deadline
+        self._heard = deque[tuple[tuple[str, ...], str]](maxlen=100 * len(system.names))
+        self._seen = Counter[object]()
+        self._broken = ""  # the property that the world breaks, and that was told
+        # By step, "begin" or "end": who has told it; a joint one waits until all of its ends have.
+        self._told: dict[tuple[str, str], dict[str, Event]] = {}
+        self._since: dict[tuple[str, str], Event] = {}
+        self._kept = {name: self._part(name).version for name in system.names}
+
+    def tell(self, event: Event) -> list[Violation]:
+        """Take an event, and give the violations that it shows.
+
+        Raises:
+            DataError: no such worker, or it knows no such trigger.
+        """
+        self.count += 1
+        event = event if event.where else replace(event, where=f"event {self.count}")
+        found = [*self._overdue(event.time)]
+        for names in self._addressed(event):
+            known = len(found)
+            found += self._take(event, names)
+            now = broken(self.system, Node(self.world))
+            if now not in ("", self._broken) and len(found) == known:
+                found.append(self._violation(names, event, _line(names, event), now))
+            self._broken = now
+            self._heard.append((names, f"{event.where}: {_line(names, event)}"))
+            self._kept |= {n: v for n in self._kept if (v := self._part(n).version)}
+        return found
+
+    def _part(self, name: str) -> Worker:
+        return self.system.get(self.world, name)
+
+    def _rows(self, name: str, trigger: str) -> list[Guarded]:
+        table = self.system.table(name)
+        actions = [action for known, action in table.actions.items() if known == trigger]
+        return [*(edge for edge in table.transitions if edge.trigger == trigger), *actions]
+
+    def _link(self, name: str, trigger: str) -> str | None:
+        """The link whose ends do it together."""
+        return next((row.joint for row in self._rows(name, trigger)), None)
+
+    def _addressed(self, event: Event) -> list[tuple[str, ...]]:
+        """Whom an event concerns: together in a tuple, or one after the other."""
+        who, trigger, names = event.worker, event.trigger, self.system.names
+        links = [link for name in names if (link := self._link(name, trigger))]
+        if who == ALL and links:
+            return [legal.joint_ends(self.system, self.world, links[0], trigger) or (*names,)]
+        found = [name for name, role in names.items() if who in (name, role)]
+        for name in found or [who]:
+            if not found or not (trigger in FAULTS or self._rows(name, trigger)):
+                known = f"The workers: {', '.join(names)}; faults: {', '.join(FAULTS)}"
+                raise DataError(f"{event.where}: {who} has no {trigger!r} in the tables. {known}")
+        return [(name,) for name in found]
+
+    def _take(self, event: Event, names: tuple[str, ...]) -> Iterator[Violation]:
+        system, trigger = self.system, event.trigger
+        held = [(n, k) for n in names for k, i in system.links.items() if self._part(n).epochs[i]]
+        if trigger in FAULTS:
+            for name in names:
+                yield from self._step(FAULTS[trigger](name), event, (name,))
+                self._kept[name] = None
+            fallen = [n for n in system.names if legal.falling(system, self.world, n)]
+            self._forget({*names, *fallen}, {step for step, _ in self._told})
+            self._settle(fallen)
+        elif trigger == Trigger.DISCONNECT and not all(
+            system.lease(self.world, name, link) for name, link in held
+        ):
+            for name, link in held:  # it is broken already: each may leave it alone
+                yield from self._step(on.Sever(name, link), event, (name,))
+                self._settle([name])
+        else:
+            for phase in ("begin", "end") if event.at is None else (event.at,):
+                yield from self._phase(phase, event, names)
+
+    def _phase(self, phase: str, event: Event, names: tuple[str, ...]) -> Iterator[Violation]:
+        """The begin or the end of a step; of a joint one, once all of its ends have told it."""
+        system, trigger, link = self.system, event.trigger, self._link(names[0], event.trigger)
+        told = self._told.setdefault((trigger, phase), {})
+        told |= dict.fromkeys(names, event)
+        if phase == "begin":
+            self._since |= {(name, trigger): event for name in names}
+            ends = legal.joint_ends(system, self.world, link, trigger) if link else names
+            ends = ends if {*ends}.issuperset(names) else names
+        else:
+            parts = {name: self._part(name) for name in (system.names if link else names)}
+            ends = tuple(n for n, part in parts.items() if trigger in (part.move, *part.jobs))
+            waits = event.ok and not self._told.get((trigger, "begin"), {}).keys().isdisjoint(names)
+            if not ends and not waits:  # it has not begun: an end alone tells nothing
+                self._forget(names, [trigger])
+        if ends and told.keys() >= {*ends}:
+            last = {name: told.pop(name) for name in ends}
+            if phase == "begin":
+                yield from self._begin(event, last)
+            else:
+                self._end(trigger, last)
+
+    def _forget(self, names: Iterable[str], triggers: Iterable[str]) -> None:
+        for name, trigger in product(names, triggers):
+            self._since.pop((name, trigger), None)
+            for phase in ("begin", "end"):
+                self._told.get((trigger, phase), {}).pop(name, None)
+
+    def _begin(self, event: Event, last: Mapping[str, Event]) -> Iterator[Violation]:
+        trigger, names = event.trigger, tuple(last)
+        if isinstance(self._rows(names[0], trigger)[0], Action):
+            for name, one in last.items():
+                self._believe(name, one, serves=self._link(name, trigger) is None)
+            yield from self._step(on.Act(trigger, names), event, names)
+        else:
+            epoch = max(one.epoch or 0 for one in last.values())
+            begin = on.Begin(trigger, names, epoch if trigger == Trigger.CONNECT else 0)
+            yield from self._step(begin, event, names)
+
+    def _end(self, trigger: str, last: Mapping[str, Event]) -> None:
+        names, failed = tuple(last), [name for name, event in last.items() if not event.ok]
+        if isinstance(self._rows(names[0], trigger)[0], Action):
+            self._advance(on.Acted(trigger, names, not failed))
+        else:
+            for name in failed:
+                if not legal.falling(self.system, self.world, name):
+                    self._advance(on.Undo(name))
+            self._settle(names)
+        for name, event in last.items():
+            self._since.pop((name, trigger), None)
+            self._believe(name, event)
+
+    def _advance(self, event: on.Event) -> None:
+        self.world = advance(self.system, self.world, event)
+
+    def _settle(self, names: Iterable[str]) -> None:
+        moving = tuple(name for name in names if self._part(name).move)
+        while due := [e for e in legal.enabled(self.system, self.world) if e.worker in moving]:
+            self._advance(on.Done(due[0]))
+        self._advance(on.Commit(moving))
+
+    def _believe(self, name: str, event: Event, *, serves: bool = True) -> None:
+        """Take a worker's word for its epoch, and for the version of its weights."""
+        part = self._part(name)
+        if event.epoch is not None:
+            part = part._replace(epochs=tuple(held and event.epoch for held in part.epochs))
+        if event.version is not None and serves:
+            now = max(self.world.lineage, 1)
+            told = self._kept[name] if event.version == "kept" else Version(now, event.version)
+            part = part._replace(version=told)
+        self.world = self.system.put(self.world, name, part)
+
+    def _step(self, made: on.Event, event: Event, names: tuple[str, ...]) -> Iterator[Violation]:
+        """Take a step; one that is refused is told, and taken all the same."""
+        system, before, trigger = self.system, self.world, event.trigger
+        try:
+            self._advance(made)
+            breaks = wrong_step(system, before, made, self.world)
+            if breaks:
+                yield self._violation(names, event, _line(names, event), breaks)
+        except Refused as refused:
+            who, because = refused.worker, [*refused.because]
+            refuse = legal.action_refusals if isinstance(made, on.Act) else legal.refusals
+            for name in names if len(names) > 1 else ():
+                also = refuse(system, before, trigger, name) if name != who else []
+                because += [f"{name}: {why}" for why in also]
+            ends = together(system, before, who, trigger)
+            after = None if self._broken else way(system, before, who, trigger, ends)
+            text = f"{who} is {refused.state} and refuses {trigger!r}: {'; '.join(because)}"
+            breaks = self._force(made, trigger, names)
+            found = self._violation(names, event, text, breaks, refused.state)
+            yield replace(found, needs=refused.needs, after=tuple(after or ()))
+
+    def _force(self, made: on.Event, trigger: str, names: tuple[str, ...]) -> str:
+        """Go where the trainer says that it went; the property that this breaks."""
+        system, before, told = self.system, self.world, self.world
+        places: dict[str, tuple[State, Version | None]] = {}
+        for name in names:
+            part, table = self._part(name), system.table(name)
+            edges = [edge for edge in table.transitions if edge.trigger == trigger]
+            if trigger in table.actions:
+                part = part._replace(jobs=(*part.jobs, trigger))
+            elif edges:
+                edge = table.edge(trigger, part.state) or edges[0]
+                held = part.held.difference(table.holds[edge.source]).union(table.holds[edge.dest])
+                part = part._replace(state=edge.dest, held=held, move=None, dest=None)
+                places[name] = edge.dest, part.version
+            told = system.put(told, name, part)
+        breaks = wrong_step(system, before, made, told)
+        if not places or self._link(names[0], trigger) is None:
+            breaks = breaks or broken(system, Node(told))
+        if trigger == Trigger.CONNECT:
+            anew = (Link(epoch=link.epoch + 1) for link in before.links)
+            before = before._replace(links=tuple(anew))
+        self.world = stand(system, before, places) if places else told
+        return breaks
+
+    def _violation(
+        self, names: tuple[str, ...], event: Event, because: str, breaks: str = "", state: str = ""
+    ) -> Violation:
+        """With the last events of everybody that it speaks of, and the property in full."""
+        number, _, seen = breaks.partition(": ")
+        concerned = {*names, *(n for n in self.system.names if n in f"{because} {breaks}")}
+        story = [line for who, line in self._heard if concerned.intersection(who)][-STORY:]
+        like = (names, event.trigger, state, number)
+        self._seen[like] += 1
+        if number:
+            breaks = f"{number}: {self.system.spec.system.always[int(number)]}\n    ({seen})"
+        return Violation(event, because, "", (), breaks, tuple(story), self._seen[like] - 1)
+
+    def _overdue(self, now: float | None) -> Iterator[Violation]:
+        for (name, trigger), event in [*self._since.items()]:
+            if now is None or event.time is None or now - event.time <= self._deadline:
+                continue
+            del self._since[name, trigger]
+            because = f"{_line([name], event)}, and has not ended {now - event.time:g} s later"
+            link, told = self._link(name, trigger), self._told.get((trigger, "begin"), {})
+            if link and name in told:
+                ends = legal.joint_ends(self.system, self.world, link, trigger)
+                because += f": it waits for {', '.join(n for n in ends if n not in told)}"
+            yield self._violation((name,), event, because)
+
+
+def _line(names: Iterable[str], event: Event) -> str:
+    """What happened, for people."""
+    failed = "" if event.ok else "failed"
+    return " ".join(filter(None, [", ".join(names), event.trigger, event.at, failed]))

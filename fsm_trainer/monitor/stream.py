@@ -118,7 +118,9 @@ class Stream:
             kind = ", ".join(f"{key}={record[key]}" for key in keys if key in record)
             self.unread[kind or "other fields"] += 1
         found = {name: names.fields.get(name, name) for name in FIELDS}
-        base = {name: record[field] for name, field in found.items() if field in record}
+        base: dict[str, Any] = {
+            name: record[field] for name, field in found.items() if field in record
+        }
         said = [rule.model_dump(exclude={"match"}, exclude_none=True) for rule in rules]
         return [{**base, **each} for each in said if "trigger" in each]
 

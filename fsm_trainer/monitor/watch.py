@@ -130,6 +130,12 @@ class Monitor:
         actions = [action for known, action in table.actions.items() if known == trigger]
         return [*(edge for edge in table.transitions if edge.trigger == trigger), *actions]
 
+    def _why(self, name: str, trigger: str) -> list[str]:
+        """Why a worker refuses it; empty if it would do it."""
+        action = trigger in self.system.table(name).actions
+        refuse = legal.action_refusals if action else legal.refusals
+        return refuse(self.system, self.world, trigger, name)
+
     def _link(self, name: str, trigger: str) -> str | None:
         """The link whose ends do it together."""
         return next((row.joint for row in self._rows(name, trigger)), None)
@@ -175,7 +181,9 @@ class Monitor:
         if phase == "begin":
             self._since |= {(name, trigger): event for name in names}
             ends = legal.joint_ends(system, self.world, link, trigger) if link else names
-            ends = ends if {*ends}.issuperset(names) else names
+            alone = len(names) < len(ends) and any(self._why(name, trigger) for name in names)
+            if alone or not {*ends}.issuperset(names):
+                ends = names  # it is refused, whatever the others tell
         else:
             parts = {name: self._part(name) for name in (system.names if link else names)}
             ends = tuple(n for n, part in parts.items() if trigger in (part.move, *part.jobs))
@@ -249,10 +257,8 @@ class Monitor:
                 yield self._violation(names, event, _line(names, event), breaks)
         except Refused as refused:
             who, because = refused.worker, [*refused.because]
-            refuse = legal.action_refusals if isinstance(made, on.Act) else legal.refusals
-            for name in names if len(names) > 1 else ():
-                also = refuse(system, before, trigger, name) if name != who else []
-                because += [f"{name}: {why}" for why in also]
+            others = [name for name in names if name != who and len(names) > 1]
+            because += [f"{n}: {why}" for n in others for why in self._why(n, trigger)]
             ends = together(system, before, who, trigger)
             after = None if self._broken else way(system, before, who, trigger, ends)
             text = f"{who} is {refused.state} and refuses {trigger!r}: {'; '.join(because)}"
@@ -263,12 +269,16 @@ class Monitor:
     def _force(self, made: on.Event, trigger: str, names: tuple[str, ...]) -> str:
         """Go where the trainer says that it went; the property that this breaks."""
         system, before, told = self.system, self.world, self.world
-        places: dict[str, tuple[State, Version | None]] = {}
+        link, places = self._link(names[0], trigger), dict[str, tuple[State, Version | None]]()
+        if link and len(names) < len(legal.joint_ends(system, before, link, trigger)):
+            return ""  # alone it gets nowhere
         for name in names:
             part, table = self._part(name), system.table(name)
             edges = [edge for edge in table.transitions if edge.trigger == trigger]
             if trigger in table.actions:
-                part = part._replace(jobs=(*part.jobs, trigger))
+                torn = link is not None and system.spec.links[link].spokes == system.names[name]
+                version = None if torn else part.version
+                part = part._replace(jobs=(*part.jobs, trigger), version=version)
             elif edges:
                 edge = table.edge(trigger, part.state) or edges[0]
                 held = part.held.difference(table.holds[edge.source]).union(table.holds[edge.dest])
@@ -276,7 +286,7 @@ class Monitor:
                 places[name] = edge.dest, part.version
             told = system.put(told, name, part)
         breaks = wrong_step(system, before, made, told)
-        if not places or self._link(names[0], trigger) is None:
+        if not places or link is None:
             breaks = breaks or broken(system, Node(told))
         if trigger == Trigger.CONNECT:
             anew = (Link(epoch=link.epoch + 1) for link in before.links)

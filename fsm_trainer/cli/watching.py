@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 
 from fsm_trainer.cli import shell
-from fsm_trainer.cli.tables import DEFAULT_SCHEDULE
+from fsm_trainer.document import Document
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.spec import load
-from fsm_trainer.machine.world import System
 from fsm_trainer.monitor.stream import Map, Stream
 from fsm_trainer.monitor.watch import Monitor, Violation
 
@@ -23,10 +22,9 @@ from fsm_trainer.monitor.watch import Monitor, Violation
 def monitor(
     stream: Annotated[Path, shell.argument("STREAM", "A file of JSON lines; - reads what comes.")],
     names: Annotated[
-        Path | None, shell.option("--map", "FILE", "What the stream's names mean, a YAML file.")
-    ] = None,
+        Path, shell.option("--map", "FILE", "What the stream's names mean, a YAML file.")
+    ],
     schedule: shell.Schedule = None,
-    rollouts: shell.Rollouts = 2,
     deadline: Annotated[
         float, shell.option("--deadline", "SECONDS", "In which what has begun must end.", min=0)
     ] = inf,
@@ -36,15 +34,12 @@ def monitor(
     """Hold another trainer's events against the tables.
 
     Tells each kind of violation once, with what led there, and exits with 1 if there is any.
-    Without --map the lines speak of the tables' workers in the tables' words. See docs/monitor.md.
+    The schedule is that of the map. See docs/monitor.md.
     """
-    known = Map.read(names) if names is not None else None
-    spec = load(schedule or (known.schedule if known else DEFAULT_SCHEDULE), states)
-    system = System.of(spec, rollouts)
-    system, world = known.compose(spec) if known else (system, system.initial())
-    watch, read = Monitor(system, world, deadline), Stream(known)
+    known = Document(names, ConfigError).parse(Map)
+    system, world = known.compose(load(schedule or known.schedule, states))
+    watch, read, out = Monitor(system, world, deadline), Stream(known), shell.console()
     found: list[Violation] = []
-    out = shell.console()
     try:
         with sys.stdin if str(stream) == "-" else stream.open(encoding="utf-8") as lines:
             for event in read.events(lines):
@@ -61,9 +56,9 @@ def monitor(
         shell.print_json({**told, "violations": [asdict(each) for each in found]})
     else:
         kinds = sum(not each.again for each in found)
-        text = f"{watch.count} events, {len(found)} violations of {kinds} kinds"
+        text = f"events: {watch.count}, violations: {len(found)}, kinds: {kinds}"
         out.print(text, style="red" if found else "green")
         for kind, count in read.unread.most_common():
-            out.print(f"not read: {count} lines, {kind}")
+            out.print(f"not read: {count} × {kind}")
     if found:
         raise typer.Exit(1)

@@ -20,8 +20,8 @@ Now the actor sleeps, and nobody has destroyed its group:
 
 >>> for violation in monitor.tell(Event("actor", "sleep")):
 ...     print(violation)
-event 9: actor is connected and refuses 'sleep': connected has no 'sleep', only ['disconnect']
-  needs: awake and self.in_flight == 0
+event 9: actor is connected and refuses 'sleep': connected has no 'sleep', only ['disconnect']. \
+Needs: awake and self.in_flight == 0
   legal after: disconnect(actor, rollout-0)
   breaks property 1: no worker that is sleeping or disconnected holds a communicator
     (actor is sleeping with ['link'])
@@ -36,7 +36,7 @@ broken. What begins and ends apart is told apart (``at="begin"``, ``at="end"``),
 in flight is seen. `Stream` reads the names of another trainer: see ``docs/monitor.md``.
 """
 
-from fsm_trainer.monitor.stream import Stream
+from fsm_trainer.monitor.stream import Map, Stream
 from fsm_trainer.monitor.watch import Event, Monitor, Violation
 
-__all__ = ["Event", "Monitor", "Stream", "Violation"]
+__all__ = ["Event", "Map", "Monitor", "Stream", "Violation"]

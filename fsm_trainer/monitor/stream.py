@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fsm_trainer.document import Document
-from fsm_trainer.machine.errors import ConfigError, DataError
+from fsm_trainer.machine.errors import DataError
 from fsm_trainer.machine.names import Role, State
 from fsm_trainer.machine.spec import Spec
 from fsm_trainer.machine.version import Version
@@ -20,7 +18,7 @@ from fsm_trainer.monitor.watch import Event
 from fsm_trainer.verify.remedy import stand
 
 EVENT = TypeAdapter(Event)
-Field = Literal["worker", "at", "ok", "epoch", "version", "time"]
+Field = Literal["worker", "trigger", "at", "ok", "epoch", "version", "time"]
 FIELDS: tuple[Field, ...] = get_args(Field)
 
 
@@ -34,7 +32,7 @@ class Rule(_Model):
     match: dict[str, Any]
     """Fields and their values; a mapping matches if all that it names does."""
     trigger: str | None = None
-    """A trigger, an action or a fault of the tables; None: the record means nothing here."""
+    """A trigger, an action or a fault of the tables; None: the record's field says it, if any."""
     worker: str | None = None
     """Whose; None: the record says."""
     at: Literal["begin", "end"] | None = None
@@ -60,29 +58,18 @@ class Map(_Model):
     """Which field of a record says it; default: that of the same name."""
     events: list[Rule]
 
-    @classmethod
-    def read(cls, path: Path) -> Map:
-        """Read a map from a YAML file.
-
-        Raises:
-            ConfigError: field, value, ``file:line`` and remedy.
-        """
-        return Document(path, ConfigError).parse(cls)
-
     def compose(self, spec: Spec) -> tuple[System, World]:
         """The system of the stream's workers, and the world in which it begins."""
         system = System(spec, {name: place.role for name, place in self.workers.items()})
-        first = {
-            name: (place.state, Version(1, 0) if place.state != State.DISCONNECTED else None)
-            for name, place in self.workers.items()
-        }
-        return system, stand(system, system.initial(), first)
+        placed = {n: place for n, place in self.workers.items() if place.state != "disconnected"}
+        weights = {name: (place.state, Version(1, 0)) for name, place in placed.items()}
+        return system, stand(system, system.initial(), weights)
 
 
 class Stream:
-    """Reads events from lines; without a map, the lines hold the fields of an `Event`."""
+    """Reads a stream's lines as a map says."""
 
-    def __init__(self, names: Map | None = None) -> None:
+    def __init__(self, names: Map) -> None:
         self._names, self.unread = names, Counter[str]()
         """The kinds of lines that no rule matched, and how many of each."""
 
@@ -97,10 +84,7 @@ class Stream:
                 record = json.loads(line)
             except ValueError:
                 record = None
-            if not isinstance(record, dict):
-                self.unread["no JSON object"] += 1
-                continue
-            for told in self._read(record):
+            for told in self._read(record) if isinstance(record, dict) else self._skip("no object"):
                 try:
                     yield EVENT.validate_python({**told, "where": f"line {number}"})
                 except ValidationError as error:
@@ -108,21 +92,20 @@ class Stream:
                     field = ".".join(str(part) for part in first["loc"])
                     raise DataError(f"line {number}: {field}: {first['msg']}") from None
 
+    def _skip(self, kind: str) -> list[dict[str, Any]]:
+        self.unread[kind] += 1
+        return []
+
     def _read(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        names = self._names
-        if names is None:
-            return [record]
-        rules = [rule for rule in names.events if _matches(rule.match, record)]
+        rules = [rule for rule in self._names.events if _matches(rule.match, record)]
         if not rules:
-            keys = dict.fromkeys(key for rule in names.events for key in rule.match)
-            kind = ", ".join(f"{key}={record[key]}" for key in keys if key in record)
-            self.unread[kind or "other fields"] += 1
-        found = {name: names.fields.get(name, name) for name in FIELDS}
-        base: dict[str, Any] = {
-            name: record[field] for name, field in found.items() if field in record
-        }
-        said = [rule.model_dump(exclude={"match"}, exclude_none=True) for rule in rules]
-        return [{**base, **each} for each in said if "trigger" in each]
+            keys = dict.fromkeys(key for rule in self._names.events for key in rule.match)
+            kind = [f"{key}={record[key]}" for key in keys if isinstance(record.get(key), str)]
+            return self._skip(", ".join(kind) or "other fields")
+        fields = {name: self._names.fields.get(name, name) for name in FIELDS}
+        told = {str(name): record[field] for name, field in fields.items() if field in record}
+        said = [told | rule.model_dump(exclude={"match"}, exclude_none=True) for rule in rules]
+        return [each for each in said if "trigger" in each]
 
 
 def _matches(pattern: Mapping[str, Any], record: Any) -> bool:

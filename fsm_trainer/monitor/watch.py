@@ -14,7 +14,6 @@ from fsm_trainer.machine import events as on
 from fsm_trainer.machine import legal
 from fsm_trainer.machine.errors import DataError, Refused
 from fsm_trainer.machine.names import State, Trigger
-from fsm_trainer.machine.spec import Action, Guarded
 from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import Link, System, Worker, World
@@ -22,7 +21,7 @@ from fsm_trainer.verify.properties import broken, wrong_step
 from fsm_trainer.verify.relation import Node
 from fsm_trainer.verify.remedy import stand, together, way
 
-ALL = "all"
+ALL, PHASES = "all", ("begin", "end")
 STORY = 6
 """How many of the events before it a violation tells."""
 FAULTS: Mapping[str, Callable[[str], on.Event]] = {
@@ -60,8 +59,6 @@ class Violation:
 
     event: Event
     because: str
-    needs: str = ""
-    """The states and guards in which it would have been legal."""
     after: tuple[str, ...] = ()
     """The moves after which it would have been legal, if there are any."""
     breaks: str = ""
@@ -73,7 +70,6 @@ class Violation:
 
     def __str__(self) -> str:
         lines = [f"{self.event.where}: {self.because}"]
-        lines += [f"  needs: {self.needs}"] if self.needs else []
         lines += [f"  legal after: {', '.join(self.after)}"] if self.after else []
         lines += [f"  breaks property {self.breaks}"] if self.breaks else []
         lines += ["  before it:", *(f"    {told}" for told in self.story)] if self.story else []
@@ -125,10 +121,12 @@ class Monitor:
     def _part(self, name: str) -> Worker:
         return self.system.get(self.world, name)
 
-    def _rows(self, name: str, trigger: str) -> list[Guarded]:
+    def _link(self, name: str, trigger: str) -> str | None:
+        """The link whose ends do it together."""
         table = self.system.table(name)
-        actions = [action for known, action in table.actions.items() if known == trigger]
-        return [*(edge for edge in table.transitions if edge.trigger == trigger), *actions]
+        if trigger in table.actions:
+            return table.actions[trigger].joint
+        return next((edge.joint for edge in table.transitions if edge.trigger == trigger), None)
 
     def _why(self, name: str, trigger: str) -> list[str]:
         """Why a worker refuses it; empty if it would do it."""
@@ -136,22 +134,23 @@ class Monitor:
         refuse = legal.action_refusals if action else legal.refusals
         return refuse(self.system, self.world, trigger, name)
 
-    def _link(self, name: str, trigger: str) -> str | None:
-        """The link whose ends do it together."""
-        return next((row.joint for row in self._rows(name, trigger)), None)
+    def _ends(self, name: str, trigger: str) -> tuple[str, ...]:
+        return together(self.system, self.world, name, trigger)
 
     def _addressed(self, event: Event) -> list[tuple[str, ...]]:
         """Whom an event concerns: together in a tuple, or one after the other."""
         who, trigger, names = event.worker, event.trigger, self.system.names
-        links = [link for name in names if (link := self._link(name, trigger))]
-        if who == ALL and links:
-            return [legal.joint_ends(self.system, self.world, links[0], trigger) or (*names,)]
-        found = [name for name, role in names.items() if who in (name, role)]
-        for name in found or [who]:
-            if not found or not (trigger in FAULTS or self._rows(name, trigger)):
-                known = f"The workers: {', '.join(names)}; faults: {', '.join(FAULTS)}"
-                raise DataError(f"{event.where}: {who} has no {trigger!r} in the tables. {known}")
-        return [(name,) for name in found]
+        found: list[tuple[str, ...]]
+        found = [(name,) for name, role in names.items() if who in (name, role)]
+        if who == ALL:
+            joint = [self._ends(name, trigger) for name in names if self._link(name, trigger)]
+            found = sorted(joint, key=len)[-1:]
+        tables = [self.system.table(name) for group in found for name in group]
+        known = [{*t.actions, *(edge.trigger for edge in t.transitions), *FAULTS} for t in tables]
+        if not known or not all(trigger in each for each in known):
+            remedy = f"The workers: {', '.join(names)}; faults: {', '.join(FAULTS)}"
+            raise DataError(f"{event.where}: {who} has no {trigger!r} in the tables. {remedy}")
+        return found
 
     def _take(self, event: Event, names: tuple[str, ...]) -> Iterator[Violation]:
         system, trigger = self.system, event.trigger
@@ -170,54 +169,48 @@ class Monitor:
                 yield from self._step(on.Sever(name, link), event, (name,))
                 self._settle([name])
         else:
-            for phase in ("begin", "end") if event.at is None else (event.at,):
+            for phase in PHASES if event.at is None else (event.at,):
                 yield from self._phase(phase, event, names)
 
     def _phase(self, phase: str, event: Event, names: tuple[str, ...]) -> Iterator[Violation]:
         """The begin or the end of a step; of a joint one, once all of its ends have told it."""
-        system, trigger, link = self.system, event.trigger, self._link(names[0], event.trigger)
-        told = self._told.setdefault((trigger, phase), {})
-        told |= dict.fromkeys(names, event)
+        trigger, link = event.trigger, self._link(names[0], event.trigger)
         if phase == "begin":
             self._since |= {(name, trigger): event for name in names}
-            ends = legal.joint_ends(system, self.world, link, trigger) if link else names
-            alone = len(names) < len(ends) and any(self._why(name, trigger) for name in names)
-            if alone or not {*ends}.issuperset(names):
-                ends = names  # it is refused, whatever the others tell
+            refused = any(self._why(name, trigger) for name in names)  # whatever the others tell
+            ends = names if refused else self._ends(names[0], trigger)
         else:
-            parts = {name: self._part(name) for name in (system.names if link else names)}
+            parts = {name: self._part(name) for name in (self.system.names if link else names)}
             ends = tuple(n for n, part in parts.items() if trigger in (part.move, *part.jobs))
-            waits = event.ok and not self._told.get((trigger, "begin"), {}).keys().isdisjoint(names)
-            if not ends and not waits:  # it has not begun: an end alone tells nothing
-                self._forget(names, [trigger])
+            begun = self._told.get((trigger, "begin"), {})
+            if not ends and (not event.ok or begun.keys().isdisjoint(names)):
+                self._forget(names, [trigger])  # an end alone tells nothing
+                return
+        told = self._told.setdefault((trigger, phase), {})
+        told |= dict.fromkeys(names, event)
         if ends and told.keys() >= {*ends}:
             last = {name: told.pop(name) for name in ends}
-            if phase == "begin":
-                yield from self._begin(event, last)
-            else:
-                self._end(trigger, last)
+            yield from self._begin(event, last) if phase == "begin" else self._end(trigger, last)
 
     def _forget(self, names: Iterable[str], triggers: Iterable[str]) -> None:
         for name, trigger in product(names, triggers):
             self._since.pop((name, trigger), None)
-            for phase in ("begin", "end"):
+            for phase in PHASES:
                 self._told.get((trigger, phase), {}).pop(name, None)
 
     def _begin(self, event: Event, last: Mapping[str, Event]) -> Iterator[Violation]:
         trigger, names = event.trigger, tuple(last)
-        if isinstance(self._rows(names[0], trigger)[0], Action):
+        begin: on.Event = on.Begin(trigger, names, max(one.epoch or 0 for one in last.values()))
+        if trigger in self.system.table(names[0]).actions:
+            begin = on.Act(trigger, names)
             for name, one in last.items():
                 self._believe(name, one, serves=self._link(name, trigger) is None)
-            yield from self._step(on.Act(trigger, names), event, names)
-        else:
-            epoch = max(one.epoch or 0 for one in last.values())
-            begin = on.Begin(trigger, names, epoch if trigger == Trigger.CONNECT else 0)
-            yield from self._step(begin, event, names)
+        yield from self._step(begin, event, names)
 
-    def _end(self, trigger: str, last: Mapping[str, Event]) -> None:
+    def _end(self, trigger: str, last: Mapping[str, Event]) -> Iterator[Violation]:
         names, failed = tuple(last), [name for name, event in last.items() if not event.ok]
-        if isinstance(self._rows(names[0], trigger)[0], Action):
-            self._advance(on.Acted(trigger, names, not failed))
+        if trigger in self.system.table(names[0]).actions:
+            yield from self._step(on.Acted(trigger, names, not failed), last[names[0]], names)
         else:
             for name in failed:
                 if not legal.falling(self.system, self.world, name):
@@ -249,29 +242,27 @@ class Monitor:
 
     def _step(self, made: on.Event, event: Event, names: tuple[str, ...]) -> Iterator[Violation]:
         """Take a step; one that is refused is told, and taken all the same."""
-        system, before, trigger = self.system, self.world, event.trigger
+        system, before, trigger, after = self.system, self.world, event.trigger, None
         try:
             self._advance(made)
-            breaks = wrong_step(system, before, made, self.world)
-            if breaks:
+            if breaks := wrong_step(system, before, made, self.world):
                 yield self._violation(names, event, _line(names, event), breaks)
         except Refused as refused:
-            who, because = refused.worker, [*refused.because]
-            others = [name for name in names if name != who and len(names) > 1]
-            because += [f"{n}: {why}" for n in others for why in self._why(n, trigger)]
-            ends = together(system, before, who, trigger)
-            after = None if self._broken else way(system, before, who, trigger, ends)
-            text = f"{who} is {refused.state} and refuses {trigger!r}: {'; '.join(because)}"
+            who, others = refused.worker, [n for n in names if n != refused.worker]
+            also = [f"{n}: {why}" for n in others for why in self._why(n, trigger)]
+            refused = Refused(who, refused.state, trigger, [*refused.because, *also], refused.needs)
+            if not self._broken:
+                after = way(system, before, who, trigger, self._ends(who, trigger))
             breaks = self._force(made, trigger, names)
-            found = self._violation(names, event, text, breaks, refused.state)
-            yield replace(found, needs=refused.needs, after=tuple(after or ()))
+            found = self._violation(names, event, str(refused), breaks, refused.state)
+            yield replace(found, after=tuple(after or ()))
 
     def _force(self, made: on.Event, trigger: str, names: tuple[str, ...]) -> str:
         """Go where the trainer says that it went; the property that this breaks."""
         system, before, told = self.system, self.world, self.world
         link, places = self._link(names[0], trigger), dict[str, tuple[State, Version | None]]()
-        if link and len(names) < len(legal.joint_ends(system, before, link, trigger)):
-            return ""  # alone it gets nowhere
+        if len(names) < len(self._ends(names[0], trigger)):
+            return ""  # one end of a joint step gets nowhere
         for name in names:
             part, table = self._part(name), system.table(name)
             edges = [edge for edge in table.transitions if edge.trigger == trigger]
@@ -305,7 +296,7 @@ class Monitor:
         self._seen[like] += 1
         if number:
             breaks = f"{number}: {self.system.spec.system.always[int(number)]}\n    ({seen})"
-        return Violation(event, because, "", (), breaks, tuple(story), self._seen[like] - 1)
+        return Violation(event, because, (), breaks, tuple(story), self._seen[like] - 1)
 
     def _overdue(self, now: float | None) -> Iterator[Violation]:
         for (name, trigger), event in [*self._since.items()]:
@@ -313,11 +304,10 @@ class Monitor:
                 continue
             del self._since[name, trigger]
             because = f"{_line([name], event)}, and has not ended {now - event.time:g} s later"
-            link, told = self._link(name, trigger), self._told.get((trigger, "begin"), {})
-            if link and name in told:
-                ends = legal.joint_ends(self.system, self.world, link, trigger)
-                because += f": it waits for {', '.join(n for n in ends if n not in told)}"
-            yield self._violation((name,), event, because)
+            told = self._told.get((trigger, "begin"), {})
+            missing = [n for n in self._ends(name, trigger) if name in told and n not in told]
+            waits = f": it waits for {', '.join(missing)}" if missing else ""
+            yield self._violation((name,), event, because + waits)
 
 
 def _line(names: Iterable[str], event: Event) -> str:

@@ -154,7 +154,10 @@ class Monitor:
 
     def _take(self, event: Event, names: tuple[str, ...]) -> Iterator[Violation]:
         system, trigger = self.system, event.trigger
-        held = [(n, k) for n in names for k, i in system.links.items() if self._part(n).epochs[i]]
+        still = {name: part for name in names if not (part := self._part(name)).move}
+        held = [
+            (n, k) for n, part in still.items() for k, i in system.links.items() if part.epochs[i]
+        ]
         if trigger in FAULTS:
             for name in names:
                 yield from self._step(FAULTS[trigger](name), event, (name,))
@@ -251,10 +254,10 @@ class Monitor:
             who, others = refused.worker, [n for n in names if n != refused.worker]
             also = [f"{n}: {why}" for n in others for why in self._why(n, trigger)]
             refused = Refused(who, refused.state, trigger, [*refused.because, *also], refused.needs)
-            if not self._broken:
-                after = way(system, before, who, trigger, self._ends(who, trigger))
-            breaks = self._force(made, trigger, names)
+            ends, breaks = self._ends(who, trigger), self._force(made, trigger, names)
             found = self._violation(names, event, str(refused), breaks, refused.state)
+            if not self._broken and not found.again:
+                after = way(system, before, who, trigger, ends)
             yield replace(found, after=tuple(after or ()))
 
     def _force(self, made: on.Event, trigger: str, names: tuple[str, ...]) -> str:

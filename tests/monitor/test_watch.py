@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fsm_trainer.monitor
 from fsm_trainer.machine.errors import DataError
@@ -16,6 +18,7 @@ from fsm_trainer.machine.spec import load, schedules
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System
 from fsm_trainer.monitor import Event, Monitor, Violation
+from fsm_trainer.monitor.watch import FAULTS
 from fsm_trainer.verify.remedy import stand
 from tests.verify.fake import FakeRun
 
@@ -228,6 +231,38 @@ def test_the_story_speaks_of_everybody_that_the_reason_names(apart: Monitor) -> 
     (violation,) = told(apart, Event("rollout-0", "generate"))
     assert violation.story == ("event 2: actor train",)
     assert str(violation).startswith("event 3: rollout-0 is awake and refuses 'generate'")
+
+
+SYSTEMS = [System.of(load(schedule), rollouts=2) for schedule in schedules()]
+
+
+@st.composite
+def words(draw: st.DrawFn) -> tuple[System, list[Event]]:
+    """A schedule, and what a trainer without any order might tell."""
+    system = draw(st.sampled_from(SYSTEMS))
+    tables = {name: system.table(name) for name in system.names}
+    asked = {(n, str(edge.trigger)) for n, t in tables.items() for edge in t.transitions}
+    asked |= {(name, action) for name, table in tables.items() for action in table.actions}
+    asked |= {("all", trigger) for trigger in (*JOINT, "push")}
+    asked |= {(name, fault) for name in tables for fault in FAULTS}
+    event = st.builds(
+        lambda whom, at, ok, epoch, version: Event(*whom, at, ok, epoch, version),
+        st.sampled_from(sorted(asked)),
+        st.sampled_from([None, "begin", "end"]),
+        st.booleans(),
+        st.sampled_from([None, 1, 2]),
+        st.sampled_from([None, "kept", 0, 1]),
+    )
+    return system, draw(st.lists(event, max_size=40))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(words())
+def test_whatever_is_told_the_monitor_goes_on(told_by: tuple[System, list[Event]]) -> None:
+    system, events = told_by
+    monitor = Monitor(system)
+    told(monitor, *events)
+    assert monitor.count == len(events)
 
 
 # -- deadlines -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "fsm_trainer"
 # code to hold to their promises than the sketch had foreseen: 10,000 before SGLang, three ways for
 # weights and dispatch, 10,870 with them, after cuts of 660. What runs must be paid by cuts from now
 # on, its commands excepted: 200 for check, export and simulate. The proof of it counts by itself:
-# it is read, and run, apart; and so is the monitor of other trainers (320), which no run of ours loads.
+# it is read, and run, apart. So is the monitor (320): it watches other trainers, no run loads it.
 MODULE, MACHINE, WHOLE, PROOF, ROLE = 400, 1_225, 10_850, 2_930, 60
 PROOFS = ("verify", "simulation", "monitor")
 

@@ -155,9 +155,7 @@ class Monitor:
     def _take(self, event: Event, names: tuple[str, ...]) -> Iterator[Violation]:
         system, trigger = self.system, event.trigger
         still = {name: part for name in names if not (part := self._part(name)).move}
-        held = [
-            (n, k) for n, part in still.items() for k, i in system.links.items() if part.epochs[i]
-        ]
+        held = [(n, k) for n, p in still.items() for k, i in system.links.items() if p.epochs[i]]
         if trigger in FAULTS:
             for name in names:
                 yield from self._step(FAULTS[trigger](name), event, (name,))
@@ -165,8 +163,10 @@ class Monitor:
             fallen = [n for n in system.names if legal.falling(system, self.world, n)]
             self._forget({*names, *fallen}, {step for step, _ in self._told})
             self._settle(fallen)
-        elif trigger == Trigger.DISCONNECT and not all(
-            system.lease(self.world, name, link) for name, link in held
+        elif (
+            trigger == Trigger.DISCONNECT
+            and held
+            and not any(system.lease(self.world, name, link) for name, link in held)
         ):
             for name, link in held:  # it is broken already: each may leave it alone
                 yield from self._step(on.Sever(name, link), event, (name,))

@@ -151,7 +151,7 @@ def test_a_hang_is_a_violation_when_a_deadline_is_given(own: str) -> None:
     later = {"worker": "rollout-0", "trigger": "start", "time": 70}
     result = call("-", "--map", own, "--deadline", "60", stdin=lines(begun, later))
     assert result.exit_code == 1
-    assert "line 1: actor start begin, and has not ended 65 s later" in result.stdout
+    assert "line 1: actor start begin, and has not ended 65 s later\n" in result.stdout
 
 
 MISTAKES = {

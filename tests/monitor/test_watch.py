@@ -115,11 +115,30 @@ def test_who_pushes_before_the_last_end_has_joined_is_refused(apart: Monitor) ->
     assert found[0].after == ("connect(actor, rollout-0, rollout-1)",)
 
 
-def test_a_rendezvous_that_failed_moved_nobody(apart: Monitor) -> None:
+def test_a_rendezvous_that_failed_moved_nobody_and_may_be_tried_again(apart: Monitor) -> None:
     begun = each("connect", "actor", "rollout-0", at="begin")
     assert told(apart, *begun, *each("connect", "actor", "rollout-0", at="end", ok=False)) == []
-    assert told(apart, Event("rollout-1", "connect"), Event("rollout-1", "connect")) == []
+    assert told(apart, Event("rollout-1", "connect", at="begin"), *begun) == []
+    *first, last = each("connect", *ENDS[::-1], at="end")
+    assert told(apart, *first) == []
     assert {worker.state for worker in apart.world.workers} == {State.AWAKE}
+    assert told(apart, last) == []
+    assert {worker.state for worker in apart.world.workers} == {State.CONNECTED}
+
+
+def test_a_sleeper_that_joins_is_refused_at_once_and_stays_asleep_row_22(apart: Monitor) -> None:
+    asleep = Event("rollout-1", "sleep"), Event("rollout-1", "connect")
+    (violation,) = told(apart, *asleep)
+    assert violation.after == ("wake(rollout-1)",)
+    assert told(apart, Event("rollout-1", "wake"), Event("all", "connect")) == []
+
+
+def test_the_old_link_is_left_before_a_new_one_is_joined_row_22(apart: Monitor) -> None:
+    told(apart, Event("all", "connect"), Event("actor", "sleep"), Event("actor", "wake"))
+    (violation,) = told(apart, Event("all", "connect"))
+    assert "rollout-1: connected has no 'connect'" in violation.because
+    assert violation.breaks == ""
+    assert told(apart, Event("all", "push")) == []  # the trainer's word is taken: it is connected
 
 
 def test_a_push_that_failed_at_one_end_is_torn_at_all(apart: Monitor) -> None:
@@ -149,6 +168,17 @@ def test_after_a_death_the_others_leave_the_link_one_by_one_and_go_on(apart: Mon
     assert told(apart, Event("rollout", "generate")) == []
 
 
+def test_who_was_joining_somebody_that_died_is_where_it_was(apart: Monitor) -> None:
+    told(apart, *each("connect", *ENDS, at="begin"))
+    assert told(apart, Event("rollout-1", "died"), Event("actor", "train")) == []
+
+
+def test_a_new_process_has_kept_nothing(apart: Monitor) -> None:
+    told(apart, Event("rollout-0", "died"), Event("rollout-0", "confirmed"))
+    told(apart, Event("rollout-0", "start"), Event("rollout-0", "wake", version="kept"))
+    assert numbers(told(apart, Event("rollout-0", "generate"))) == ["5"]
+
+
 def test_a_worker_is_not_started_beside_a_process_of_its_own_that_may_live(apart: Monitor) -> None:
     (violation,) = told(apart, Event("rollout-1", "died"), Event("rollout-1", "start"))
     assert "`not self.undead` is false" in violation.because
@@ -173,6 +203,12 @@ def test_an_epoch_is_used_once_and_all_ends_have_the_same(apart: Monitor) -> Non
     told(apart, Event("all", "disconnect"))
     (again,) = told(apart, Event("all", "connect", epoch=7))
     assert "can't open epoch 7" in again.because
+
+
+def test_an_end_that_joined_another_epoch_breaks_property_2(apart: Monitor) -> None:
+    other = Event("rollout-1", "connect", epoch=6)
+    found = told(apart, *each("connect", "actor", "rollout-0", epoch=7), other)
+    assert numbers(found) == ["2"]
 
 
 def test_a_handle_of_an_old_epoch_is_seen_when_it_is_used_row_3(apart: Monitor) -> None:
@@ -207,6 +243,15 @@ def test_an_engine_half_awake_serves_nobody_row_24(apart: Monitor) -> None:
     told(apart, Event("rollout-0", "sleep"), Event("rollout-0", "wake", at="begin"))
     (violation,) = told(apart, Event("rollout-0", "generate"))
     assert "rollout-0 is in the middle of wake" in violation.because
+
+
+def test_who_leaves_a_link_already_cannot_begin_to_leave_it() -> None:
+    system = System.of(load("colocated_critic"), rollouts=1)
+    ends = dict.fromkeys(("actor", "rollout-0"), (State.CONNECTED, Version(1, 0)))
+    monitor = Monitor(system, stand(system, system.initial(), ends))
+    told(monitor, Event("all", "disconnect", at="begin"), Event("all", "push", epoch=9))
+    (violation,) = told(monitor, Event("rollout-0", "disconnect", at="begin"))
+    assert "rollout-0 is in the middle of disconnect" in violation.because
 
 
 def test_actor_and_critic_awake_on_one_device_break_property_3_row_26() -> None:
@@ -272,9 +317,10 @@ def test_what_does_not_end_is_told_once_with_who_is_waited_for() -> None:
     system = System.of(load("disaggregated"), rollouts=2)
     awake = dict.fromkeys(ENDS, (State.AWAKE, Version(1, 0)))
     monitor = Monitor(system, stand(system, system.initial(), awake), deadline=30)
-    begun = each("connect", "actor", at="begin", time=0.0)
+    begun = [Event("actor", "connect", at="begin", time=0.0)]
+    dies = [Event("rollout-0", "generate", at="begin", time=0.0), Event("rollout-0", "died")]
     beat = [Event("rollout-1", "generate", time=time) for time in (30.0, 31.0, 90.0)]
-    (violation,) = told(monitor, *begun, *beat)
+    (violation,) = told(monitor, *begun, *dies, *beat)
     expected = (
         "actor connect begin, and has not ended 31 s later: it waits for rollout-0, rollout-1"
     )

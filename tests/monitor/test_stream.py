@@ -11,6 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fsm_trainer.cli.main import app
+from fsm_trainer.document import Document
+from fsm_trainer.machine.errors import ConfigError
+from fsm_trainer.monitor import Map
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "monitor"
@@ -103,6 +106,22 @@ def test_the_page_shows_what_the_command_prints(
 
 def test_the_page_shows_a_violation_and_a_clean_stream() -> None:
     assert len(SHOWN) == 2
+
+
+def test_the_pages_map_is_valid_and_part_of_the_example(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n((?s:.*?))```", PAGE)
+    (tmp_path / "map.yaml").write_text(text)
+    shown = Document(tmp_path / "map.yaml", ConfigError).parse(Map)
+    whole = Document(EXAMPLES / "openrlhf_like.yaml", ConfigError).parse(Map)
+    assert shown.fields == whole.fields
+    assert shown.workers.items() <= whole.workers.items()
+    assert [rule for rule in shown.events if rule not in whole.events] == []
+
+
+def test_the_pages_python_runs_and_shows_why(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n((?s:.*?))```", PAGE)
+    exec(code, {})
+    assert "actor is disconnected and refuses 'wake'" in capsys.readouterr().out
 
 
 def test_a_stream_that_comes_through_a_pipe_is_read(names: str) -> None:

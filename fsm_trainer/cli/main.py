@@ -11,6 +11,7 @@ from fsm_trainer.cli.questions import explain, trace
 from fsm_trainer.cli.runs import doctor, report, run
 from fsm_trainer.cli.simulation import simulate
 from fsm_trainer.cli.tables import export, graph, plan, validate
+from fsm_trainer.cli.watching import monitor
 
 app = typer.Typer(
     name="fsm-train",
@@ -20,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    run, validate, plan, check, simulate, graph, export, explain, trace, report, doctor,
+    run, validate, plan, check, simulate, graph, export, explain, trace, monitor, report, doctor,
 ):  # fmt: skip
     app.command()(command)
 

@@ -15,15 +15,15 @@ from fsm_trainer.cli.tables import DEFAULT_SCHEDULE
 from fsm_trainer.document import Document, LineError
 from fsm_trainer.machine.errors import ConfigError, Refused
 from fsm_trainer.machine.events import Act, Begin, Done
-from fsm_trainer.machine.legal import action_refusals, enabled, joint_ends, refusals
-from fsm_trainer.machine.names import LinkState, Role, State, Trigger
-from fsm_trainer.machine.planner import plan
-from fsm_trainer.machine.spec import Phase, Spec, load
+from fsm_trainer.machine.legal import action_refusals, enabled, refusals
+from fsm_trainer.machine.names import Role, State, Trigger
+from fsm_trainer.machine.spec import Spec, load
 from fsm_trainer.machine.step import advance
 from fsm_trainer.machine.version import Version
-from fsm_trainer.machine.world import Link, System, Worker, World
+from fsm_trainer.machine.world import System, World
 from fsm_trainer.runtime.journal import Entry, read_journal
 from fsm_trainer.verify.conformance import check_journal, replay
+from fsm_trainer.verify.remedy import stand, together, way
 
 JOURNAL = "journal.jsonl"
 
@@ -117,7 +117,7 @@ def _tell(worker: str, state: str, asked: str, answer: Answer) -> None:
 def answer_for(system: System, world: World, worker: str, asked: str) -> Answer:
     """Ask the tables; nothing moves."""
     trigger = asked in list(Trigger)
-    ends = _together(system, world, worker, asked)
+    ends = together(system, world, worker, asked)
     refuse = refusals if trigger else action_refusals
     because = {name: found for name in ends if (found := refuse(system, world, asked, name))}
     needs = ""
@@ -126,7 +126,7 @@ def answer_for(system: System, world: World, worker: str, asked: str) -> Answer:
     except Refused as refused:
         because.setdefault(refused.worker, list(refused.because))
         needs = f"{refused.worker} {refused.needs}" if refused.needs else ""
-        return Answer(ends, because, [], needs, _way(system, world, worker, asked, ends))
+        return Answer(ends, because, [], needs, way(system, world, worker, asked, ends))
     effects = []
     while due := enabled(system, world_after):
         effects.append(f"{due[0].worker}: {due[0]}")
@@ -134,80 +134,21 @@ def answer_for(system: System, world: World, worker: str, asked: str) -> Answer:
     return Answer(ends, {}, effects, "", None)
 
 
-def _together(system: System, world: World, worker: str, asked: str) -> tuple[str, ...]:
-    """Who moves or acts with a worker."""
-    table = system.table(worker)
-    edges = [t.joint for t in table.transitions if t.trigger == asked and t.joint is not None]
-    action = table.actions.get(asked)
-    ends: Sequence[str] = ()
-    if edges:
-        ends = joint_ends(system, world, edges[0], asked)
-    elif action is not None and action.joint is not None:
-        ends = system.ends(world, system.spec.links[action.joint])
-    return tuple(ends) if worker in ends else (worker,)
-
-
-def _way(
-    system: System, world: World, worker: str, asked: str, ends: Sequence[str]
-) -> list[str] | None:
-    """The moves that would make it legal, as the reconciler would plan them."""
-    if asked in system.table(worker).actions:
-        return _moves(system, world, Phase(asked, {}, asked))
-    edges = {
-        system.names[name]: [t for t in system.table(name).transitions if t.trigger == asked]
-        for name in ends
-    }
-    there = {role: frozenset(t.dest for t in rows) for role, rows in edges.items()}
-    before = {role: frozenset(t.source for t in rows) for role, rows in edges.items()}
-    for wants in (there, before):
-        moves = _moves(system, world, Phase(asked, wants, None)) or []
-        names = [move.partition("(")[0] for move in moves]
-        if asked in names:
-            return moves[: names.index(asked)] or None
-    return moves or None
-
-
-def _moves(system: System, world: World, phase: Phase) -> list[str] | None:
-    try:
-        return [str(move) for move in plan(system, world, phase)] or None
-    except Refused:
-        return None
-
-
 def placed(system: System, world: World, places: Iterable[str]) -> World:
-    """The world in which workers are settled where ``--state`` says; so the links have members."""
-    for text in places:
-        name, worker = _placed(system, world, text)
-        world = system.put(world, name, worker)
-    links = []
-    for i, (link, ends) in enumerate(zip(world.links, system.spec.links.values(), strict=True)):
-        members = frozenset(n for n in system.names if system.get(world, n).epochs[i])
-        whole = {ends.hub, ends.spokes} <= {system.names[name] for name in members}
-        if link.state != LinkState.BROKEN and members != link.members:
-            state = LinkState.UP if whole else LinkState.BROKEN if members else LinkState.DOWN
-            link = Link(state, max(link.epoch, 1), members)
-        links.append(link)
-    lineage = max((w.version.lineage for w in world.workers if w.version), default=0)
-    return World(world.workers, tuple(links), lineage)
+    """The world in which workers are settled where ``--state`` says."""
+    return stand(system, world, dict(_placed(system, text) for text in places))
 
 
-def _placed(system: System, world: World, text: str) -> tuple[str, Worker]:
+def _placed(system: System, text: str) -> tuple[str, tuple[State, Version | None]]:
     parsed = re.fullmatch(r"([^=@]+)=([^=@]+)(?:@(\d+)\.(\d+))?", text)
     if parsed is None:
         form = "Write WORKER=STATE, or WORKER=STATE@LINEAGE.NUMBER for its weights"
         raise ConfigError(f"--state {text}: has another form. {form}")
     name, given, lineage, number = parsed.groups()
     shell.chosen(f"--state {text}: worker", name, list(system.names))
-    holds = system.table(name).holds
-    shell.chosen(f"--state {text}: state", given, [str(s) for s in holds])
-    state = State(given)
-    hub = any(link.hub == system.names[name] for link in system.spec.links.values())
-    version = Version(1, 0) if hub and state != State.DISCONNECTED else None
-    if lineage is not None:
-        version = Version(int(lineage), int(number))
-    held = frozenset(holds[state])
-    epochs = tuple(max(world.links[i].epoch, 1) * (n in held) for n, i in system.links.items())
-    return name, Worker(state, held, epochs=epochs, version=version)
+    known = [str(s) for s in system.table(name).holds]
+    shell.chosen(f"--state {text}: state", given, known)
+    return name, (State(given), Version(int(lineage), int(number)) if lineage else None)
 
 
 def _stood(

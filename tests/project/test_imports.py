@@ -59,7 +59,7 @@ def test_the_check_sees_a_heavy_module() -> None:
     assert loaded(["asyncio"], ["asyncio"], absent=False) == ["asyncio"]
 
 
-@pytest.mark.parametrize("part", ["machine", "verify", "data", "cli"])
+@pytest.mark.parametrize("part", ["machine", "verify", "monitor", "data", "cli"])
 def test_every_light_module_is_imported_where_nothing_heavy_is_installed(part: str) -> None:
     assert loaded(names_in(part), HEAVY, absent=True) == []
 

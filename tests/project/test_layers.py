@@ -15,7 +15,7 @@ PACKAGE = Path(fsm_trainer.__file__).parent
 ROWS = (
     ("machine", "document"),
     ("verify",),
-    ("groups",),
+    ("groups", "monitor"),
     ("testing",),
     ("training", "engines", "sync", "algorithms", "data", "checks"),
     ("workers", "link"),

@@ -20,7 +20,9 @@ def gloo_processes() -> Processes:
     """Real processes with a store where their groups meet; all tests of a run share them."""
     from fsm_trainer.testing.processes import shared
 
-    return shared()
+    processes = shared()
+    processes.members(1)  # the fork server starts with the first
+    return processes
 
 
 @pytest.fixture

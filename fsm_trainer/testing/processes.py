@@ -78,6 +78,7 @@ class Member:
         os.kill(self.pid, number)
         if number == signal.SIGKILL:
             self._process.join(10)
+            self._pipe.close()
 
 
 class Answer:

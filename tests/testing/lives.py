@@ -21,6 +21,9 @@ from fsm_trainer.testing import LifecycleWorker, Order
 from fsm_trainer.workers.effects import Effects
 
 SPECS = tuple(TensorSpec(f"layer.{i}", "float32", (64, 64)) for i in range(8))
+# Groups, children, threads, descriptors and sockets that a process keeps of its first group: gloo's
+# device (a thread, three descriptors), and two clients of the store.
+KEEPS = (0, 0, 2, 7, 3)
 MANIFEST = Manifest(SPECS, bucket_bytes=64 * 1024)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from fsm_trainer.machine.errors import ActionFailed, Refused
 from fsm_trainer.machine.spec import load, schedules
 from fsm_trainer.machine.world import System
 from fsm_trainer.testing import LifecycleMachine, LifecycleWorker, Order, PropertyViolated
+from fsm_trainer.testing.leaks import Footprint
 from fsm_trainer.testing.processes import Processes, ProcessWorker
 from tests.testing import lives
 
@@ -122,6 +125,14 @@ def test_the_example_finds_the_bugs_of_code_that_is_not_ours(bug: str) -> None:
 
 # -- real processes --------------------------------------------------------------------------------
 
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.05)
+
+
 SEQUENCES = [
     pytest.param(20, True),
     pytest.param(200, False, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)]),
@@ -144,15 +155,31 @@ def test_real_processes_with_real_groups_are_what_the_plain_model_says(
         def __init__(self) -> None:
             super().__init__()
             self.link = f"{schedule}-{sequences}-{next(links)}"  # a store keeps what it was told
+            self.born = dict[str, Footprint]()
 
         def make_worker(self, name: str) -> ProcessWorker:
             store = gloo_processes.rendezvous.address
-            return ProcessWorker(lives.make, schedule, 2, name, self.link, store, 4.0)
+            worker = ProcessWorker(lives.make, schedule, 2, name, self.link, store, 4.0)
+            self.born[name] = worker.footprint()
+            return worker
 
         def teardown(self) -> None:
-            for worker in getattr(self, "workers", {}).values():
-                worker.check_left()
-            super().teardown()
+            try:
+                if sys.exc_info()[0] is None:
+                    self.go_to("end")
+                    until(lambda: not self.left(), 10.0)
+            finally:
+                super().teardown()
+
+        def left(self) -> list[str]:
+            """Who holds more than it was born with, and more than a process keeps of a group."""
+            found = []
+            for name, born in self.born.items():
+                now = self.workers[name].footprint()
+                grown = [a - b for a, b in zip(now, born, strict=True)][:-1]
+                if any(g > most for g, most in zip(grown, lives.KEEPS, strict=True)):
+                    found.append(f"{name}: {born} -> {now}")
+            return found
 
     some = settings(
         max_examples=sequences, stateful_step_count=20, deadline=None, derandomize=fixed,

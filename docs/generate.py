@@ -25,7 +25,7 @@ from pydantic_core import to_json
 from typer.cli import get_docs_for_click
 
 from fsm_trainer.cli.main import app
-from fsm_trainer.cli.tables import DEFAULT_SCHEDULE, LINK, STEADY, machine, mermaid
+from fsm_trainer.cli.tables import DEFAULT_SCHEDULE, LINK, machine, mermaid
 from fsm_trainer.document import models_in
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
@@ -42,7 +42,7 @@ from fsm_trainer.machine.world import System
 from fsm_trainer.runtime.config import RunConfig
 from fsm_trainer.runtime.journal import Entry
 from fsm_trainer.runtime.metrics import MetricsRow
-from fsm_trainer.verify.run import plan_run
+from fsm_trainer.verify.run import STEADY, plan_run
 
 BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 

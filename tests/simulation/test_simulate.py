@@ -75,6 +75,21 @@ def test_every_role_meets_every_fault_at_every_boundary(schedule: str) -> None:
     assert came.missed(trainings[0]) == []
 
 
+@pytest.mark.parametrize("schedule", schedules())
+def test_a_training_that_is_killed_and_resumed_learns_each_step_once_row_31(
+    schedule: str, silent: None
+) -> None:
+    # The second step ends, with a checkpoint, after 70 to 120 virtual seconds.
+    results = [
+        simulate(Training(schedule, seed, steps=6, faults=(), killed=125.0 + 4.0 * seed))
+        for seed in range(8)
+    ]
+
+    assert [story(result) for result in results if result.failure] == []
+    assert [result.end for result in results] == ["finished"] * 8
+    assert all(any("the run is killed" in line for line in result.told) for result in results[:4])
+
+
 def test_a_seed_replays_exactly(silent: None) -> None:
     run = Training("colocated_critic", seed=59, steps=6)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin
 
 import typer.main
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import models_json_schema
@@ -236,11 +237,23 @@ def faults() -> str:
     return table(["result", "what", "median", "most"], rows)
 
 
+def mistakes() -> str:
+    """Mistakes that the runtime's code could have, and which layers see each."""
+    table_of = Path(__file__).parents[1] / "tests/patches/caught.yaml"
+    rows = []
+    for name, row in yaml.safe_load(table_of.read_text(encoding="utf-8")).items():
+        first, *others = row["caught"]
+        words = name.rpartition("_row_")[0].replace("_", " ")
+        seen = f"{first}: `{row['caught'][first]}`"
+        rows.append([row["report"], words, f"`{row['where']}`", seen, ", ".join(others)])
+    return table(["report", "mistake", "in", "first seen by, saying", "and by"], rows)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "machines": machines, "phases": phases, "roles": roles, "steps": steps,
     "configuration": configuration, "journal": lambda: fields(Entry),
     "metrics": lambda: fields(MetricsRow), "pushes": pushes,
-    "reconnects": reconnects, "faults": faults,
+    "reconnects": reconnects, "faults": faults, "mistakes": mistakes,
 }  # fmt: skip
 
 

@@ -291,7 +291,7 @@ def sleep_does_not_wait_for_requests_row_23(patch: pytest.MonkeyPatch) -> None:
 
 
 @mistake
-def a_receivers_failure_is_not_heard_row_35(patch: pytest.MonkeyPatch) -> None:
+def a_failed_load_is_not_heard_row_35(patch: pytest.MonkeyPatch) -> None:
     from fsm_trainer.sync import push  # imports torch
 
     patch.setattr(push, "_acknowledge", lambda lease, checksum, failed_here: None)

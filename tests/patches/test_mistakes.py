@@ -123,10 +123,8 @@ def opened(world: World, size: int) -> list[Member]:
 
 def result_of_an_ended_epoch(world: World) -> str:
     [process] = opened(world, 1)
-    found = process.call(members.ends_normally_after_revoke).get()
-    return (
-        "" if found and found[0] == "LeaseExpired" else "a result counted after its epoch had ended"
-    )
+    refused = process.call(members.ends_normally_after_revoke).get()
+    return "" if refused else "a result counted after its epoch had ended"
 
 
 def end_told_by_one_of_three(world: World) -> str:

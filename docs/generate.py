@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin
 
 import typer.main
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import models_json_schema
@@ -25,7 +26,7 @@ from pydantic_core import to_json
 from typer.cli import get_docs_for_click
 
 from fsm_trainer.cli.main import app
-from fsm_trainer.cli.tables import DEFAULT_SCHEDULE, LINK, STEADY, machine, mermaid
+from fsm_trainer.cli.tables import DEFAULT_SCHEDULE, LINK, machine, mermaid
 from fsm_trainer.document import models_in
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
@@ -42,7 +43,7 @@ from fsm_trainer.machine.world import System
 from fsm_trainer.runtime.config import RunConfig
 from fsm_trainer.runtime.journal import Entry
 from fsm_trainer.runtime.metrics import MetricsRow
-from fsm_trainer.verify.run import plan_run
+from fsm_trainer.verify.run import STEADY, plan_run
 
 BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -236,11 +237,23 @@ def faults() -> str:
     return table(["result", "what", "median", "most"], rows)
 
 
+def mistakes() -> str:
+    """Mistakes that the runtime's code could have, and which layers see each."""
+    table_of = Path(__file__).parents[1] / "tests/patches/caught.yaml"
+    rows = []
+    for name, row in yaml.safe_load(table_of.read_text(encoding="utf-8")).items():
+        first, *others = row["caught"]
+        words = name.rpartition("_row_")[0].replace("_", " ")
+        seen = f"{first}: `{row['caught'][first]}`"
+        rows.append([row["report"], words, f"`{row['where']}`", seen, ", ".join(others)])
+    return table(["report", "mistake", "in", "first seen by, saying", "and by"], rows)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "machines": machines, "phases": phases, "roles": roles, "steps": steps,
     "configuration": configuration, "journal": lambda: fields(Entry),
     "metrics": lambda: fields(MetricsRow), "pushes": pushes,
-    "reconnects": reconnects, "faults": faults,
+    "reconnects": reconnects, "faults": faults, "mistakes": mistakes,
 }  # fmt: skip
 
 

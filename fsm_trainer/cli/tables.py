@@ -19,11 +19,10 @@ from fsm_trainer.machine.planner import Move
 from fsm_trainer.machine.spec import Phase, Spec, load
 from fsm_trainer.machine.world import System
 from fsm_trainer.verify import tla
-from fsm_trainer.verify.run import plan_run
+from fsm_trainer.verify.run import STEADY, plan_run
 
 DEFAULT_SCHEDULE = "disaggregated_critic"
 LINK = "link"
-STEADY = "steady step"
 
 Plan = dict[str, list[tuple[str, tuple[Move, ...]]]]
 

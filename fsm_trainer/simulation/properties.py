@@ -38,6 +38,10 @@ def _of_workers(system: System, world: World, alive: Mapping[str, Process]) -> I
         claim = worker.held | worker.ghost | frozenset(holds[worker.dest] if worker.dest else ())
         if unknown := [r for r in has if resources[r].size and r not in claim]:
             yield f"4: {name} holds {unknown}, and the ledger knows of {sorted(claim)}"
+        for resource in has:
+            needed = resources[resource].requires
+            if needed and has.isdisjoint(needed):
+                yield f"14: {name} holds {resource} without any of {[*needed]}"
         dead = bool(worker.ghost) and worker.state == State.DISCONNECTED
         if worker.move is None and not dead and has != set(holds[worker.state]):
             yield f"8: {name} is {worker.state} and holds {sorted(has)}"

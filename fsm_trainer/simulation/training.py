@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,10 +23,10 @@ from fsm_trainer.machine.names import Role, State
 from fsm_trainer.machine.planner import Move, plan, position
 from fsm_trainer.machine.spec import Phase, Spec, load
 from fsm_trainer.machine.world import System, World
-from fsm_trainer.runtime.checkpoints import Checkpoints
+from fsm_trainer.runtime.checkpoints import Checkpoints, Position
 from fsm_trainer.runtime.config import Run, RunConfig
 from fsm_trainer.runtime.driver import Driver
-from fsm_trainer.runtime.journal import Entry, Journal
+from fsm_trainer.runtime.journal import Entry, Journal, Kind
 from fsm_trainer.runtime.metrics import MetricsWriter
 from fsm_trainer.runtime.reconciler import ATTEMPTS, Reconciler, TrainerLost
 from fsm_trainer.simulation.faults import Fault, What, draw
@@ -33,7 +35,8 @@ from fsm_trainer.simulation.ports import SimulatedData, SimulatedPort
 from fsm_trainer.simulation.process import Weights
 from fsm_trainer.simulation.properties import exactly_once
 from fsm_trainer.simulation.site import Site, Violated
-from fsm_trainer.verify.conformance import check_journal
+from fsm_trainer.verify.conformance import check_journal, replay
+from fsm_trainer.verify.run import counted
 
 MOST_FAULTS = ATTEMPTS
 """Of a run; more could use up the attempts of one phase."""
@@ -51,6 +54,8 @@ class Training:
     rollouts: int = 2
     faults: tuple[Fault, ...] | None = None
     """What goes wrong; by default what the seed draws."""
+    killed: float = 0.0
+    """The virtual second at which the run itself is killed, to be resumed; 0 is never."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,10 @@ class _Watched(Journal):
         self._site.look()
         return entry
 
+    def told(self) -> list[dict[str, Any]]:
+        """The records, as they stand in the file."""
+        return [entry.model_dump(mode="json") for entry in self.entries]
+
 
 class _Simulation:
     def __init__(self, training: Training) -> None:
@@ -153,6 +162,7 @@ class _Simulation:
         self.site = Site(self.system, random, self.faults)
         self.loop = SimulatedLoop(random, lambda: self.site.violation)  # type: ignore[abstract]
         self.end: FsmError | None = None
+        self.ports: list[SimulatedPort] = []
 
     def run(self, folder: Path) -> Result:
         checkpoints = Checkpoints(folder / "checkpoints", self.setup.config.checkpoint.keep)
@@ -178,7 +188,7 @@ class _Simulation:
         )
 
     async def _train(
-        self, folder: Path, journal: Journal, metrics: MetricsWriter, checkpoints: Checkpoints
+        self, folder: Path, journal: _Watched, metrics: MetricsWriter, checkpoints: Checkpoints
     ) -> None:
         deadlines, site = self.setup.config.deadlines, self.site
         first: dict[Role, Weights] = {
@@ -191,34 +201,59 @@ class _Simulation:
                 return first.get(role)
             return site.saved[checkpoints.folder(position.step, role).parent.name, role]
 
-        names = self.system.names
-        self.ports = {n: SimulatedPort(site, n, deadlines, restored) for n in names}
-        self.reconciler = Reconciler(self.system, self.ports, journal, site.revoke, planned=planned)
-        site.world = lambda: self.reconciler.world
-        data = SimulatedData(site)
-        driver = Driver(self.setup, folder, self.reconciler, data, metrics, checkpoints)
-        try:
+        async def driven(position: Position | None) -> None:
+            """One process of the run; a later one goes on from a checkpoint."""
+            site.world = self.system.initial
+            ports = {n: SimulatedPort(site, n, deadlines, restored) for n in self.system.names}
+            self.ports += ports.values()
+            self.reconciler = Reconciler(self.system, ports, journal, site.revoke, planned=planned)
+            data = SimulatedData(site)
+            driver = Driver(self.setup, folder, self.reconciler, data, metrics, checkpoints)
+            if position is not None:
+                if (left := replay(journal.told(), self.system)) is None:
+                    raise Violated("the journal of a killed run does not lead on")
+                self.reconciler.take_over(left)
+                await driver.restore(position)
+            site.world = lambda: self.reconciler.world
             await driver.train()
+
+        try:
+            if await self._killed(driven(None)):
+                if (position := checkpoints.latest()) is None:
+                    raise TrainerLost("the run was killed before its first checkpoint")
+                await driven(position)
         except FsmError as error:
             self.end = error
         await asyncio.sleep(1.0)  # what was cancelled ends
 
+    async def _killed(self, run: Coroutine[Any, Any, None]) -> bool:
+        """Whether the run was killed, and with it all its processes, before it had ended."""
+        task = asyncio.ensure_future(run)
+        await asyncio.wait([task], timeout=self.training.killed or None)
+        if task.done():
+            task.result()
+            return False
+        task.cancel()
+        await asyncio.wait([task])
+        self.site.tell("the run is killed")
+        for process in self.site.processes.values():
+            process.die()
+        return True
+
     def _wrong(self, journal: _Watched, checkpoints: Checkpoints) -> str:
         """What is wrong with a run that came to an end."""
-        entries = [entry.model_dump(mode="json") for entry in journal.entries]
-        unfinished = self.end is not None
-        violation = check_journal(entries, self.system, prefix=unfinished)
+        violation = check_journal(journal.told(), self.system, prefix=self.end is not None)
         if violation is not None:
             return f"the journal does not conform: {violation}"
         if self.loop.problems:
             return self.loop.problems[0]
-        ours = {task for port in self.ports.values() for task in port.tasks}
+        ours = {task for port in self.ports for task in port.tasks}
         left = [t for t in asyncio.all_tasks(self.loop) if t not in ours and not t.done()]
         if left:
             return f"the driver left {len(left)} tasks behind: {sorted(map(_name, left))}"
         if self.end is not None:
             return self._unexcused(self.end, checkpoints)
-        return self._unclean()
+        return self._unclean() or self._unplanned(journal.entries)
 
     def _unexcused(self, error: FsmError, checkpoints: Checkpoints) -> str:
         """A run may end early only by what recovery can't mend."""
@@ -228,7 +263,7 @@ class _Simulation:
         match error:
             case TrainerLost():
                 hopeless = checkpoints.latest() is None or len(trainers) >= ATTEMPTS
-                excused = bool(trainers) and hopeless
+                excused = bool(trainers or self.training.killed) and hopeless
             case DeadlineExceeded():
                 excused = any(f.where == "call kill" for f in fired)
             case ActionFailed() if any(
@@ -255,6 +290,14 @@ class _Simulation:
         }
         wrong = exactly_once(trainers, self.training.steps)
         return f"not every step exactly once: {wrong}" if wrong else ""
+
+    def _unplanned(self, entries: list[Entry]) -> str:
+        """A run in which nothing went wrong makes the transitions of its plan, and no other."""
+        told = Counter((e.worker, e.trigger) for e in entries if e.kind is Kind.TRANSITION)
+        plan = counted(self.system, self.training.steps)
+        if told == plan or self.site.fired or self.training.killed:
+            return ""
+        return f"nothing failed, and beside its plan it did {told - plan}, not {plan - told}"
 
 
 def _name(task: asyncio.Task[Any]) -> str:

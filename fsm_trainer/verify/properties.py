@@ -33,6 +33,10 @@ def _alone(system: System, name: str, worker: Worker) -> str:
         return f"1: {name} is {worker.state} with {communicators}"
     if still and worker.held != frozenset(table.holds[worker.state]):
         return f"8: {name} is {worker.state} with {sorted(worker.held)}"
+    for resource in worker.held:
+        needed = resources[resource].requires
+        if needed and worker.held.isdisjoint(needed):
+            return f"14: {name} holds {resource} without any of {[*needed]}"
     twice = sorted(worker.held & worker.ghost)
     if worker.undead and twice:
         return f"10: {name} holds {twice} beside a process of its own that may live"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from fsm_trainer.machine.names import Trigger
 from fsm_trainer.machine.planner import Few, Move, actors_of, apply, plan
 from fsm_trainer.machine.world import System, World
+
+STEADY = "steady step"
+"""Any step of a run but the first."""
 
 
 def plan_run(system: System) -> dict[str, list[tuple[str, tuple[Move, ...]]]]:
@@ -17,7 +23,7 @@ def plan_run(system: System) -> dict[str, list[tuple[str, tuple[Move, ...]]]]:
     sections = {
         "prologue": spec.schedule.prologue,
         "first step": steps,
-        "steady step": steps,
+        STEADY: steps,
         "epilogue": spec.schedule.epilogue,
     }
     planned: dict[str, list[tuple[str, tuple[Move, ...]]]] = {}
@@ -31,6 +37,16 @@ def plan_run(system: System) -> dict[str, list[tuple[str, tuple[Move, ...]]]]:
             if phase.action is not None:
                 world = _acted(system, world, phase.action)
     return planned
+
+
+def counted(system: System, steps: int) -> Counter[tuple[str, str]]:
+    """How often each worker takes each trigger in a run of so many steps, with a warm-up."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for section, phases in plan_run(system).items():
+        times = steps - 1 if section == STEADY else 1
+        for move in (m for _, moves in phases for m in moves if m.name in list(Trigger)):
+            counts.update({(worker, move.name): times for worker in move.workers})
+    return counts
 
 
 def _acted(system: System, world: World, action: str) -> World:

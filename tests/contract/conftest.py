@@ -23,8 +23,8 @@ from fsm_trainer.engines.embedded import EmbeddedEngine
 from fsm_trainer.engines.sglang import SglangEngine
 from fsm_trainer.groups.membership import Membership
 from fsm_trainer.machine.version import Version
-from tests.contract import weights as peer
 from fsm_trainer.testing.processes import Member, Processes
+from tests.contract import weights as peer
 
 HERE = find_spec("sglang") is not None
 
@@ -213,7 +213,9 @@ def world() -> Iterator[Processes]:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def bench(request: pytest.FixtureRequest, tiny: Path, world: Processes, site: Site) -> Iterator[Bench]:
+def bench(
+    request: pytest.FixtureRequest, tiny: Path, world: Processes, site: Site
+) -> Iterator[Bench]:
     """An engine for all tests of a module; nothing of it is left behind at the end."""
     world.members(1)
     before = descendants(), len(os.listdir("/proc/self/fd"))

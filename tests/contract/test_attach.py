@@ -17,9 +17,9 @@ from fsm_trainer.engines.sglang import SglangEngine, _reserved_port
 from fsm_trainer.engines.sglang_api import command
 from fsm_trainer.machine.errors import CapabilityMissing, EngineFailed
 from fsm_trainer.sync.checksums import checksums
+from fsm_trainer.testing.processes import Processes
 from tests.contract import weights as peer
 from tests.contract.conftest import HERE, ON_CPU, Bench, Site, background, long_requests, until
-from fsm_trainer.testing.processes import Processes
 
 httpx = pytest.importorskip("httpx", reason="it comes with SGLang: tox run -e sglang")
 

@@ -65,7 +65,7 @@ def refused(engine: Engine, reason: str, method: str, *arguments: Any) -> None:
 # -- resources -------------------------------------------------------------------------------------
 
 
-def test_a_sleeper_refuses_requests_at_once(bench: Bench) -> None:
+def test_a_sleeper_refuses_requests_at_once_row_23(bench: Bench) -> None:
     for tag in bench.engine.health().held:
         bench.engine.release(tag)
     refused(bench.engine, "weights not held; kv not held", "generate", ONE)
@@ -73,7 +73,7 @@ def test_a_sleeper_refuses_requests_at_once(bench: Bench) -> None:
     refused(bench.engine, "weights not held", "join", bench.memberships()[1])
 
 
-def test_serving_requires_every_resource_and_a_version(bench: Bench) -> None:
+def test_serving_requires_every_resource_and_a_version_row_24(bench: Bench) -> None:
     for tag in bench.engine.health().held:
         bench.engine.release(tag)
     bench.engine.acquire(Tag.WEIGHTS)
@@ -272,7 +272,7 @@ def test_what_would_pull_the_rug_is_refused_with_requests_in_flight(
     assert not in_flight.done()
 
 
-def test_an_update_is_refused_with_requests_in_flight(awake: Bench) -> None:
+def test_an_update_is_refused_with_requests_in_flight_row_25(awake: Bench) -> None:
     awake.connect()
     future = background(awake.engine.generate, long_requests())
     until(lambda: awake.engine.health().in_flight > 0)

@@ -15,9 +15,9 @@ from fsm_trainer.engines.sglang import SglangEngine, SglangServer
 from fsm_trainer.machine.errors import PeerLost
 from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.checksums import checksums
+from fsm_trainer.testing.processes import Processes
 from tests.contract import weights as peer
 from tests.contract.conftest import HERE, ON_CPU, gone
-from fsm_trainer.testing.processes import Processes
 
 pytestmark = [
     pytest.mark.skipif(not HERE, reason="SGLang isn't installed: tox run -e sglang"),

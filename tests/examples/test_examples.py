@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 
 from fsm_trainer.machine.errors import ConfigError
-from fsm_trainer.machine.names import Trigger
 from fsm_trainer.machine.spec import schedules
 from fsm_trainer.runtime.config import Run, load_config
 from fsm_trainer.runtime.journal import Kind, read_journal
 from fsm_trainer.runtime.metrics import MetricsRow, Stage, read_metrics
 from fsm_trainer.verify.conformance import check_journal
-from fsm_trainer.verify.run import plan_run
+from fsm_trainer.verify.run import counted
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -46,17 +45,6 @@ def train(name: str, out: Path, *settings: str, seconds: float = 240) -> list[Me
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return read_metrics(out / "metrics.jsonl")
-
-
-def planned(run: Run) -> Counter[tuple[str, str]]:
-    """How often each worker takes each trigger in a run with a warm-up."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for section, phases in plan_run(run.system).items():
-        times = run.config.steps - 1 if section == "steady step" else 1
-        moves = [move for _, moves in phases for move in moves if move.name in list(Trigger)]
-        for move in moves:
-            counts.update({(worker, move.name): times for worker in move.workers})
-    return counts
 
 
 def loaded(path: Path) -> Run:
@@ -103,7 +91,7 @@ def test_an_example_runs_and_does_what_its_plan_says(
     assert json.loads((folder / "run.json").read_text())["finished"]
     entries = read_journal(folder / "journal.jsonl")
     taken = Counter((e.worker, e.trigger) for e in entries if e.kind is Kind.TRANSITION)
-    assert taken == planned(run)
+    assert taken == counted(run.system, run.config.steps)
     assert check_journal([entry.model_dump() for entry in entries], run.spec) is None
 
 

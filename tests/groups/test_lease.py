@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
-from tests.groups import members
 from fsm_trainer.testing.processes import Answer, Processes
+from tests.groups import members
 
 # Seconds that may pass beyond a lease's timeout: the roll call, and a busy machine.
 SLACK = 2.5
@@ -267,7 +270,7 @@ def test_a_hundred_epochs_leave_threads_and_descriptors_flat(world: Processes) -
     assert results(everywhere(processes, members.registered)) == [(), ()]
 
 
-def test_a_bundle_told_in_opposite_orders_opens(world: Processes) -> None:
+def test_a_bundle_told_in_opposite_orders_opens_row_21(world: Processes) -> None:
     processes = world.members(2)
     links = [world.memberships(2, link=f"bundle/{index}") for index in (7, 8, 9)]
     forward = [places[0] for places in links]
@@ -296,6 +299,19 @@ def test_a_bundle_that_fails_half_way_leaves_nothing_open(world: Processes) -> N
     # was the process's first group (1 thread, 3 descriptors), and two clients of the store.
     assert after[0] <= before[0] + 1
     assert after[1] <= before[1] + 3 + 2
+
+
+def test_who_binds_picks_the_port_and_keeps_it_over_all_epochs_row_33(world: Processes) -> None:
+    with Rendezvous.bind() as ours, Rendezvous.bind() as another:
+        assert ours.address.port != another.address.port
+        for epoch in (1, 2):
+            [place] = world.memberships(1, epoch=epoch, link="ports")
+            place = replace(place, store=ours.address)
+            member = world.members(1)[0]
+            assert member.call(members.open_lease, place).get() == "open"
+            with socket.socket() as late, pytest.raises(OSError, match="in use"):
+                late.bind(ours.address)
+            member.call(members.close_lease).get()
 
 
 def test_a_process_has_one_client_of_the_store_over_all_epochs(world: Processes) -> None:

@@ -37,7 +37,7 @@ def at(schedule: str, phase: str) -> tuple[System, World]:
     return system, world
 
 
-def test_a_failed_acquisition_is_undone_in_reverse_order() -> None:
+def test_a_failed_acquisition_is_undone_in_reverse_order_row_6() -> None:
     system, world = at("disaggregated_critic", "rollout")
     world = advance(system, world, Begin("wake", ("actor",)))
     world = advance(system, world, Done(Effect("actor", Op.ACQUIRE, "weights")))
@@ -125,6 +125,15 @@ def test_a_report_of_an_old_epoch_raises_row_3() -> None:
     world = advance(system, world, Begin("connect", ENDS))
     with pytest.raises(LeaseExpired, match="epoch 1 is no longer good"):
         advance(system, world, Done(Effect("actor", Op.ACQUIRE, "link", 1)))
+
+
+def test_training_and_a_push_wait_for_each_other_row_14() -> None:
+    system, world = at("disaggregated", "sync")
+    training = advance(system, world, Act("train", ("actor",)))
+    with pytest.raises(Refused, match="in_flight == 0"):
+        advance(system, training, Act("push", ENDS))
+    with pytest.raises(Refused, match="in_flight == 0"):
+        advance(system, advance(system, world, Act("push", ENDS)), Act("train", ("actor",)))
 
 
 def test_a_second_wake_is_refused_row_16() -> None:

@@ -109,3 +109,9 @@ def test_every_test_that_is_named_exists() -> None:
     }
     assert len(named) > 30
     assert named - written == set()
+
+
+def test_every_kind_of_failure_that_the_runtime_answers_has_a_test_of_its_name() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    rows = {int(n) for text in texts for n in re.findall(r"def test_\w+_row_(\d+)\b", text)}
+    assert {*range(1, 7), 14, 16, *range(20, 27), *range(29, 34), 35} - rows == set()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.groups import members
 from fsm_trainer.testing.processes import Member, Processes, shared
+from tests.groups import members
 from tests.sync import pushes
 
 

@@ -16,8 +16,8 @@ from fsm_trainer.sync.buckets import AHEAD, CHUNK, TRAILER, Checksum, Parcel, tr
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import ITEM_SIZE, Bucket, Manifest, TensorSpec
 from fsm_trainer.sync.transports import GroupTransport
-from tests.groups import members
 from fsm_trainer.testing.processes import Answer, Processes
+from tests.groups import members
 from tests.sync import pushes
 from tests.sync.conftest import Link
 
@@ -130,7 +130,7 @@ def test_a_push_like_the_last_one_finds_its_buckets_made(world: Processes, tmp_p
     assert link.left() == []
 
 
-def test_a_receiver_that_cannot_load_fails_the_push_everywhere_and_blocks_nobody(
+def test_a_receiver_that_cannot_load_fails_the_push_everywhere_and_blocks_nobody_row_4(
     link: Link,
 ) -> None:
     processes = link.open(3)
@@ -169,7 +169,7 @@ def test_a_flipped_bit_is_seen_by_all(link: Link) -> None:
     assert "member-2 " in sent[1]
 
 
-def test_a_sender_that_breaks_off_frees_its_receivers_at_once(link: Link) -> None:
+def test_a_sender_that_breaks_off_frees_its_receivers_at_once_row_20(link: Link) -> None:
     sender, receiver = link.open(2)
     named = pushes.weights(seed=7)
 

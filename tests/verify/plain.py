@@ -10,7 +10,7 @@ from fsm_trainer.machine.errors import Refused
 from fsm_trainer.machine.names import Trigger
 from fsm_trainer.machine.world import System
 from fsm_trainer.verify.canon import Canon, Code
-from fsm_trainer.verify.relation import Node, Relation
+from fsm_trainer.verify.relation import Edge, Node, Relation
 
 
 def events(system: System, node: Node, jobs: int) -> Iterator[on.Event]:
@@ -34,7 +34,8 @@ def events(system: System, node: Node, jobs: int) -> Iterator[on.Event]:
     yield from (on.Commit(group) for group in groups if group)
     for name in system.names:
         worker, table = system.get(world, name), system.table(name)
-        yield from (on.Begin(e.trigger, (name,)) for e in table.transitions if not e.joint)
+        # One end of a joint transition alone, too.
+        yield from (on.Begin(e.trigger, (name,)) for e in table.transitions)
         for action in (n for n, a in table.actions.items() if a.joint is None):
             if len(worker.jobs) < jobs:
                 yield on.Act(action, (name,))
@@ -52,6 +53,23 @@ def events(system: System, node: Node, jobs: int) -> Iterator[on.Event]:
             yield on.Confirmed(name)
         if not worker.live:
             yield on.Joined(name)
+
+
+class Anybody(Relation):
+    """The same for a search that asks the properties: whatever `step` does not refuse may come."""
+
+    def __init__(self, system: System) -> None:
+        super().__init__(system, fine=False, symmetric=False)
+
+    def edges(self, node: Node) -> Iterator[Edge]:
+        for event in events(self.system, node, jobs=1):
+            fault = isinstance(event, (on.Failed, on.Died, on.Joined, on.Undo))
+            try:
+                [*self.after(node, event)]
+            except Refused:
+                continue
+            failed = isinstance(event, on.Acted) and not event.ok
+            yield Edge(str(event), event, fault or failed)
 
 
 def every(system: System, canon: Canon, *, fine: bool = False, jobs: int = 1) -> set[Code]:

@@ -36,8 +36,14 @@ def monitor(
     Tells each kind of violation once, with what led there, and exits with 1 if there is any.
     The schedule is that of the map. See docs/monitor.md.
     """
-    known = Document(names, ConfigError).parse(Map)
-    system, world = known.compose(load(schedule or known.schedule, states))
+    document = Document(names, ConfigError)
+    known = document.parse(Map)
+    spec = load(schedule or known.schedule, states)
+    for name, place in known.workers.items():
+        if place.role not in spec.roles:
+            problem = f"schedule {spec.name} has no {place.role}. It has {', '.join(spec.roles)}"
+            raise document.error(problem, "workers", name, "role")
+    system, world = known.compose(spec)
     watch, read, out = Monitor(system, world, deadline), Stream(known), shell.console()
     found: list[Violation] = []
     try:

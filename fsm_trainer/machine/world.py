@@ -87,7 +87,7 @@ class System:
     def __post_init__(self) -> None:
         for name, role in self.names.items():
             if role not in self.spec.roles:
-                known = sorted(self.spec.roles)
+                known = ", ".join(self.spec.roles)
                 raise SpecError(f"{name}: schedule {self.spec.name} has no {role}, only {known}")
 
     @classmethod

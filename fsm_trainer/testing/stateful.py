@@ -21,6 +21,9 @@ from fsm_trainer.testing.model import Model, Step
 from fsm_trainer.verify.properties import broken
 from fsm_trainer.verify.relation import Node
 
+# Steps between deaths: where everybody dies at once nothing is seen.
+LIVES = 4
+
 
 class PropertyViolated(AssertionError):
     """A worker is not as the tables say; begins with the property's number in ``system.yaml``."""
@@ -97,6 +100,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @initialize()
     def _begin(self) -> None:
         self.model, self.story = Model(self.system), list[str]()
+        self._refused_at = self._late_at = self._died_at = 0
         self.workers = {name: self.make_worker(name) for name in self.system.names}
 
     def teardown(self) -> None:
@@ -120,18 +124,23 @@ class LifecycleMachine(RuleBasedStateMachine):
         if step is not None:
             self._run(step)
 
+    @precondition(lambda self: self._refused_at <= len(self.story))
     @rule()
     def refuse(self) -> None:
         """Every transition and action that is illegal now: refused, and nothing moves."""
+        self._refused_at = len(self.story) + 1  # once in a place is enough
         for step in [*self.model.triggers(), *self.model.actions()]:
             for name in step.workers:
                 alone = Step(step.name, (name,), step.joint)
                 if self.model.refusals(alone):
                     self._refused(alone, self._epoch(step))
 
+    @precondition(lambda self: any(map(self.model.epoch, self.system.links)))
+    @precondition(lambda self: self._late_at <= len(self.story))
     @rule(data=st.data())
     def late(self, data: st.DataObject) -> None:
         """A message of an epoch that is over."""
+        self._late_at = len(self.story) + 1
         known = (s for s in self.model.triggers() if s.joint and s.name == Trigger.CONNECT)
         step = self._draw(data, (s for s in known if self.model.epoch(str(s.joint))))
         if step is not None:
@@ -152,9 +161,11 @@ class LifecycleMachine(RuleBasedStateMachine):
         if resource and self.workers[name].fail_next(resource):
             self._run(step, failed=name)
 
+    @precondition(lambda self: len(self.story) >= self._died_at + LIVES)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
         """A worker's process ends, and another takes its place."""
+        self._died_at = len(self.story)
         name = data.draw(st.sampled_from([*self.system.names]), label="dies")
         self.story.append(f"{name} dies")
         self.workers[name].kill()

@@ -175,7 +175,12 @@ def test_a_hang_is_a_violation_when_a_deadline_is_given(own: str) -> None:
 
 MISTAKES = {
     "nothing matches": (lines({"what": "x"}), MAP, 2, "no event was told"),
-    "a role": ("", MAP.replace("rollout,", "engine,"), 2, "map.yaml:5: workers.engine.role"),
+    "a role": (
+        "",
+        MAP.replace("rollout,", "engine,"),
+        2,
+        "map.yaml:5: schedule disaggregated has no engine",
+    ),
     "a field of a rule": ("", MAP.replace("match: {what: beat}", "when: {}"), 2, "map.yaml:11"),
     "a schedule": ("", MAP.replace("disaggregated", "together"), 2, "no schedule 'together'"),
     "no worker": (lines({"what": "join"}), MAP, 1, "line 1: worker: "),

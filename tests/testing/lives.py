@@ -24,7 +24,7 @@ SPECS = tuple(TensorSpec(f"layer.{i}", "float32", (64, 64)) for i in range(8))
 # Groups, children, threads, descriptors and sockets that a process keeps of its first group: gloo's
 # device (a thread, three descriptors), and two clients of the store.
 KEEPS = (0, 0, 2, 7, 3)
-MANIFEST = Manifest(SPECS, bucket_bytes=64 * 1024)
+BUCKET_BYTES = 64 * 1024
 
 
 @functools.cache
@@ -36,13 +36,19 @@ class Life:
     """What one worker holds: tensors, and a lease on the link."""
 
     def __init__(
-        self, system: System, name: str, link: str, store: Address, timeout: float
+        self,
+        system: System,
+        name: str,
+        link: str,
+        store: Address,
+        timeout: float,
+        specs: tuple[TensorSpec, ...],
     ) -> None:
         self.system, self.name, self.place = system, name, (link, store, timeout)
-        self.bank = {spec.name: torch.zeros(spec.shape) for spec in SPECS}
+        self.manifest = Manifest(specs, bucket_bytes=BUCKET_BYTES)
+        self.bank = {spec.name: torch.zeros(spec.shape) for spec in specs}
         self.tensors: dict[str, torch.Tensor] = {}
         self.sender, self.receiver = Sender(), Receiver()
-        self.pushed = False
 
     def resources(self) -> dict[str, Resource]:
         return {
@@ -54,7 +60,9 @@ class Life:
         if self.name == "actor":
             self.tensors = {name: tensor.clone() for name, tensor in self.bank.items()}
         else:
-            self.tensors = {spec.name: torch.full(spec.shape, torch.nan) for spec in SPECS}
+            self.tensors = {
+                spec.name: torch.full(spec.shape, torch.nan) for spec in self.manifest.tensors
+            }
 
     def unload(self, effect: Effect) -> None:
         if self.name == "actor":
@@ -77,22 +85,28 @@ class Life:
         if self.name == "actor":
             version = order.world.workers[0].version
             assert version is not None
-            self.sender.send(self.lease, self.tensors.items(), MANIFEST, version)
+            self.sender.send(self.lease, self.tensors.items(), self.manifest, version)
         else:
             self.receiver.receive(
                 self.lease,
-                MANIFEST,
+                self.manifest,
                 lambda views: copier((self.tensors[name], view) for name, view in views.items()),
             )
 
     def seen(self) -> object:
-        return tuple(checksums(self.tensors.items()).items())
+        return dict(checksums(self.tensors.items()))
 
 
 def make(
-    schedule: str, rollouts: int, name: str, link: str, store: Address, timeout: float
+    schedule: str,
+    rollouts: int,
+    name: str,
+    link: str,
+    store: Address,
+    timeout: float,
+    specs: tuple[TensorSpec, ...] = SPECS,
 ) -> LifecycleWorker:
     tables = system(schedule, rollouts)
-    life = Life(tables, name, link, store, timeout)
+    life = Life(tables, name, link, store, timeout, specs)
     work = {"train": life.train, "warm_up": life.train, "push": life.push}
     return LifecycleWorker(tables, name, life.resources(), work=work, weights=life.seen)

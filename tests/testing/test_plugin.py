@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from fsm_trainer.testing.processes import START, Member, Processes
 from tests.verify.fake import FakeRun
 
 ROOT = Path(__file__).parents[2]
 LEAKS = {
-    "threads": "import threading; threading.Thread(target=wait.wait, args=(30,), daemon=True).start()",
+    "threads": "threading.Thread(target=wait.wait, args=(30,), daemon=True).start()",
     "descriptors": "kept.append(open('/dev/null'))",
     "sockets": "import socket; kept.append(socket.create_server(('127.0.0.1', 0)))",
     "processes": "import subprocess; kept.append(subprocess.Popen(['sleep', '30']))",
@@ -40,13 +40,11 @@ def test_what_a_test_leaves_behind_fails_it_by_name(tmp_path: Path) -> None:
     head = f"{quick}import threading\nkept, wait = [], threading.Event()\n"
     done = run(tmp_path, f"{head}{tests}\ndef test_nothing(no_leaks): kept.append(1)\n")
     assert f"{len(LEAKS) + 1} passed, {len(LEAKS)} errors" in done.stdout
-    for name in LEAKS:
-        assert f"the test left behind: {name} " in done.stdout.replace("threads 1 -> 2, ", "")
+    told = [line for line in done.stdout.splitlines() if line.startswith("E   ")]
+    assert [name for name, line in zip(LEAKS, told, strict=True) if f"{name} " not in line] == []
 
 
 def test_a_journal_that_does_not_conform_fails_its_test(tmp_path: Path) -> None:
-    import json
-
     good = FakeRun("disaggregated").run().entries
     for name, entries in (("good", good), ("bad", good[:4] + good[5:])):
         text = "".join(f"{json.dumps(entry)}\n" for entry in entries)
@@ -62,10 +60,8 @@ def test_a_journal_that_does_not_conform_fails_its_test(tmp_path: Path) -> None:
     assert "bad.jsonl: line 5" in done.stdout
 
 
-@pytest.mark.usefixtures("no_leaks")
-def test_real_processes_end_without_a_trace() -> None:
-    from fsm_trainer.testing.processes import Processes
-
-    processes = Processes()
-    processes.members(2)
-    processes.close()
+def test_a_process_that_ended_leaves_nothing(gloo_processes: Processes, no_leaks: None) -> None:
+    member = Member()
+    assert member.call(dict).get(START) == {}
+    member.kill()
+    assert not member.alive

@@ -136,6 +136,9 @@ class Adapter:
     def fail_next(self, resource: str) -> bool:
         return False  # nothing of it can be made to fail
 
+    def stall(self, seconds: float) -> bool:
+        return False
+
     def kill(self) -> None:
         self.code.group.leave(self.code.name)
 

@@ -12,8 +12,8 @@ the properties of ``states/system.yaml`` are asked of what the workers hold.
 ...         return LifecycleWorker(self.system, name)
 
 `LifecycleWorker` is a worker whose lifecycle is ours, whose resources only exist, or are yours.
-Lifecycle code that isn't ours needs an adapter with six methods, `Subject`: do a trigger, do an
-action, say what is held, say which weights, fail on demand, end. Under pytest
+Lifecycle code that isn't ours needs an adapter with seven methods, `Subject`: do a trigger, do
+an action, say what is held, say which weights, fail or stall on demand, end. Under pytest
 ``TestSuite = Suite.TestCase`` is all; here it runs by hand:
 
 >>> from hypothesis import settings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -100,17 +102,18 @@ class _FakeEnd:
 
 
 class Faulty:
-    """A resource, or nothing in its place, that knows whether it is held and fails when told to."""
+    """A resource, or nothing in its place, that knows whether it is held; it fails when told to."""
 
     def __init__(self, held: Counter[str], inner: Resource | None = None) -> None:
         self._held, self._inner = held, inner
-        self.fails = False
+        self.first: Callable[[Effect], None] | None = None
+        """What happens before the next acquisition, once."""
 
     def acquire(self, effect: Effect) -> None:
-        """Take it; raises ActionFailed when it was told to fail."""
-        fails, self.fails = self.fails, False
-        if fails:
-            raise ActionFailed(f"{effect}: an injected fault")
+        """Take it, or whatever was to happen first."""
+        first, self.first = self.first, None
+        if first is not None:
+            first(effect)
         if self._inner is not None:
             self._inner.acquire(effect)
         self._held[effect.resource] += 1
@@ -120,6 +123,14 @@ class Faulty:
         if self._inner is not None:
             self._inner.release(effect)
         self._held[effect.resource] -= 1
+
+
+def _fail(effect: Effect) -> None:
+    raise ActionFailed(f"{effect}: an injected fault")
+
+
+def _stop(effect: Effect) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Steps(Protocol):
@@ -216,8 +227,17 @@ class LifecycleWorker:
 
     def fail_next(self, resource: str) -> bool:
         """Its next acquisition raises."""
-        self._faulty[resource].fails = True
+        self._faulty[resource].first = _fail
         return True
+
+    def stop_next(self) -> None:
+        """Stop this process, before it opens its end of a link; somebody else must continue it."""
+        for link in self.lifecycle.system.links:
+            self._faulty[link].first = _stop
+
+    def stall(self, seconds: float) -> bool:
+        """It has no process of its own."""
+        return False
 
     def kill(self) -> None:
         """Forget it."""

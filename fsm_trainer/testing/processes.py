@@ -150,13 +150,18 @@ class ProcessWorker:
 
     Args:
         make: gives the `LifecycleWorker`, there; it and ``args`` must pickle.
+        member: a process that has nothing else to do; None: a new one.
         deadline: seconds for an answer.
     """
 
     def __init__(
-        self, make: Callable[..., LifecycleWorker], *args: Any, deadline: float = 30.0
+        self,
+        make: Callable[..., LifecycleWorker],
+        *args: Any,
+        member: Member | None = None,
+        deadline: float = 30.0,
     ) -> None:
-        self.member, self._deadline = Member(), deadline
+        self.member, self._deadline = member or Member(), deadline
         self._answer(_make, make, args, limit=START)
 
     def trigger(self, order: Order) -> None:
@@ -179,6 +184,12 @@ class ProcessWorker:
     def fail_next(self, resource: str) -> bool:
         """The fault is injected there."""
         return bool(self.ask("fail_next", resource))
+
+    def stall(self, seconds: float) -> bool:
+        """SIGSTOP, and SIGCONT when the time is over."""
+        self.ask("stop_next")
+        threading.Timer(seconds, self.member.kill, [signal.SIGCONT]).start()
+        return True
 
     def footprint(self) -> Footprint:
         """What its process holds."""

@@ -69,6 +69,9 @@ class Subject(Protocol):
     def fail_next(self, resource: str) -> bool:
         """Have the next acquisition of a resource fail; False if that can't be arranged."""
 
+    def stall(self, seconds: float) -> bool:
+        """Stand still for so long before it opens its next link; False if that can't be arranged."""
+
     def kill(self) -> None:
         """End at once, as its process might; returns when nothing of it is left."""
 
@@ -86,6 +89,8 @@ class LifecycleMachine(RuleBasedStateMachine):
     """What a worker raises for a request that is illegal now."""
     deadline: ClassVar[float] = 60.0
     """Seconds that all ends may take for a step; more is a hang."""
+    stalls: ClassVar[float] = 0.0
+    """Seconds that a worker stands still for while others connect to it; longer than they wait."""
     _plans: ClassVar[dict[tuple[str, World], tuple[Move, ...]]]
 
     def __init_subclass__(cls) -> None:
@@ -160,6 +165,17 @@ class LifecycleMachine(RuleBasedStateMachine):
         resource = data.draw(st.sampled_from(gains), label="fails") if gains else ""
         if resource and self.workers[name].fail_next(resource):
             self._run(step, failed=name)
+
+    @precondition(lambda self: self.stalls > 0)
+    @rule(data=st.data())
+    def stand_still(self, data: st.DataObject) -> None:
+        """A worker is stopped while others wait for it to connect: they give up, and so does it."""
+        opens = (s for s in self.model.triggers() if s.joint and s.name == Trigger.CONNECT)
+        step = self._draw(data, (s for s in opens if not self.model.refusals(s)))
+        if step is not None:
+            name = data.draw(st.sampled_from(step.workers), label="stands still")
+            if self.workers[name].stall(self.stalls):
+                self._run(step, failed=name)
 
     @precondition(lambda self: len(self.story) >= self._died_at + LIVES)
     @rule(data=st.data())

@@ -114,6 +114,9 @@ class Rollout:
         self.host.fails.update(tags)
         return bool(tags)
 
+    def stall(self, seconds: float) -> bool:
+        return False
+
     def kill(self) -> None:
         if "engine" in self.host.lifecycle.worker.held:
             kill(self.host.engine.health().pid)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from examples.property_suite import BUGS, find
 from fsm_trainer.machine.errors import ActionFailed, Refused
 from fsm_trainer.machine.spec import load, schedules
 from fsm_trainer.machine.world import System
-from fsm_trainer.testing import LifecycleMachine, LifecycleWorker, Order, PropertyViolated
+from fsm_trainer.testing import LifecycleMachine, LifecycleWorker, Order, PropertyViolated, Step
 from fsm_trainer.testing.leaks import Footprint
-from fsm_trainer.testing.processes import Processes, ProcessWorker
+from fsm_trainer.testing.processes import Member, Processes, ProcessWorker, shared
 from tests.testing import lives
 
 QUICK = settings(
@@ -133,56 +134,91 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
-SEQUENCES = [
-    pytest.param(20, True),
-    pytest.param(200, False, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)]),
-]
+# Seconds that an end of a link waits for the others, and that an end stands still for.
+LINK, STALL = 4.0, 10.0
+LINKS = itertools.count()
 
 
-@pytest.mark.parametrize(("sequences", "fixed"), SEQUENCES)
+class Real(LifecycleMachine):
+    schedule, idle = "", list[Member]()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.link = f"fuzzed-{next(LINKS)}"  # a store keeps what it was told of an epoch
+        self.born = dict[str, Footprint]()
+
+    def make_worker(self, name: str) -> ProcessWorker:
+        place = (self.schedule, 2, name, self.link, shared().rendezvous.address, LINK)
+        member = self.idle.pop() if self.idle else None
+        worker = ProcessWorker(lives.make, *place, member=member)
+        self.born[name] = worker.footprint()
+        return worker
+
+    def teardown(self) -> None:
+        try:
+            if sys.exc_info()[0] is None:
+                self.go_to("end")
+                until(lambda: not self.left(), 10.0)
+                self.idle.extend(worker.member for worker in self.workers.values())
+                self.workers.clear()
+        finally:
+            super().teardown()
+
+    def left(self) -> list[str]:
+        """Who holds more than it was born with, and more than a process keeps of a group."""
+        found = []
+        for name, born in self.born.items():
+            now = self.workers[name].footprint()
+            grown = [a - b for a, b in zip(now, born, strict=True)][:-1]
+            if any(g > most for g, most in zip(grown, lives.KEEPS, strict=True)):
+                found.append(f"{name}: {born} -> {now}")
+        return found
+
+
+def real(schedule: str, stalls: float = 0.0) -> type[Real]:
+    system = lives.system(schedule, rollouts=2)
+    return type("Fuzzed", (Real,), {"schedule": schedule, "system": system, "stalls": stalls})
+
+
+@pytest.fixture
+def idle(gloo_processes: Processes, no_leaks: None) -> Iterator[None]:
+    """Processes that were used are used again, and end with the test."""
+    yield
+    while Real.idle:
+        Real.idle.pop().kill()
+
+
 @pytest.mark.parametrize(
-    "schedule",
-    ["disaggregated_critic", pytest.param("colocated_critic", marks=pytest.mark.nightly)],
+    ("schedule", "sequences"),
+    [
+        ("disaggregated_critic", 20),
+        *(
+            pytest.param(name, 200, marks=[pytest.mark.nightly, pytest.mark.timeout(7200)])
+            for name in schedules()
+        ),
+    ],
 )
 def test_real_processes_with_real_groups_are_what_the_plain_model_says(
-    schedule: str, sequences: int, fixed: bool, gloo_processes: Processes, no_leaks: None
+    schedule: str, sequences: int, idle: None
 ) -> None:
-    links = iter(range(10_000))
-
-    class Real(LifecycleMachine):
-        system = lives.system(schedule, rollouts=2)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.link = f"{schedule}-{sequences}-{next(links)}"  # a store keeps what it was told
-            self.born = dict[str, Footprint]()
-
-        def make_worker(self, name: str) -> ProcessWorker:
-            store = gloo_processes.rendezvous.address
-            worker = ProcessWorker(lives.make, schedule, 2, name, self.link, store, 4.0)
-            self.born[name] = worker.footprint()
-            return worker
-
-        def teardown(self) -> None:
-            try:
-                if sys.exc_info()[0] is None:
-                    self.go_to("end")
-                    until(lambda: not self.left(), 10.0)
-            finally:
-                super().teardown()
-
-        def left(self) -> list[str]:
-            """Who holds more than it was born with, and more than a process keeps of a group."""
-            found = []
-            for name, born in self.born.items():
-                now = self.workers[name].footprint()
-                grown = [a - b for a, b in zip(now, born, strict=True)][:-1]
-                if any(g > most for g, most in zip(grown, lives.KEEPS, strict=True)):
-                    found.append(f"{name}: {born} -> {now}")
-            return found
-
+    nightly = sequences > 20
     some = settings(
-        max_examples=sequences, stateful_step_count=20, deadline=None, derandomize=fixed,
+        max_examples=sequences, stateful_step_count=20, deadline=None, derandomize=not nightly,
         database=None, suppress_health_check=[*HealthCheck], phases=[Phase.generate],
     )  # fmt: skip
-    run_state_machine_as_test(Real, settings=some)
+    run_state_machine_as_test(real(schedule, STALL if nightly else 0.0), settings=some)
+
+
+@pytest.mark.parametrize("name", ["actor", "rollout-1"])
+def test_who_stands_still_fails_the_connect_for_all_and_then_itself(name: str, idle: None) -> None:
+    machine = real("disaggregated_critic")()
+    machine._begin()
+    machine.go_to("policy")  # the actor is awake
+    for rollout in ("rollout-0", "rollout-1"):
+        machine._run(Step("start", (rollout,)))
+        machine._run(Step("wake", (rollout,)))
+    [connect] = [s for s in machine.model.triggers() if s.name == "connect" and s.joint]
+    assert machine.workers[name].stall(STALL)
+    machine._run(connect, failed=name)
+    machine.go_to("sync")  # and the way back is there
+    machine.teardown()

@@ -70,7 +70,7 @@ class Subject(Protocol):
         """Have the next acquisition of a resource fail; False if that can't be arranged."""
 
     def stall(self, seconds: float) -> bool:
-        """Stand still for so long before it opens its next link; False if that can't be arranged."""
+        """Stand still for so long before its next link opens; False if that can't be arranged."""
 
     def kill(self) -> None:
         """End at once, as its process might; returns when nothing of it is left."""

@@ -56,9 +56,6 @@ class Trainer:
 
     def disconnect(self) -> None:
         self.need(self.connected)
-        self.group.check(self.name, self.epoch)
-
-    def leave(self) -> None:
         self.group.leave(self.name)
         self.connected = False
 
@@ -98,15 +95,16 @@ class Adapter:
         self.code = kind(name, group, bug)
 
     def trigger(self, order: Order) -> None:
-        if order.name == "sever":
-            self.code.leave()
-        elif order.name == "connect":
-            self.code.connect(order.epoch)
-        else:
-            getattr(self.code, order.name)()
-        if order.name == "disconnect":
-            order.meet()  # all have seen that all are there
-            self.code.leave()
+        broken = order.world.links[0].state == "broken"
+        match order.name:
+            case "connect":
+                self.code.connect(order.epoch)
+            case "sever":
+                self.code.disconnect()
+            case "disconnect" if broken:  # there is nobody to part from in good order
+                raise RuntimeError("the group is broken")
+            case _:
+                getattr(self.code, order.name)()
 
     def act(self, order: Order) -> None:
         newest = order.world.workers[0].version
@@ -130,10 +128,14 @@ class Adapter:
         held = zip(flags, self.code.HOLDS, strict=True)
         return [r for flag, resources in held if flag for r in resources.split()]
 
-    def weights(self) -> object:
-        return self.code.weights
+    def epochs(self) -> dict[str, int]:
+        return {"link": self.code.epoch} if self.code.connected else {}
 
-    def fail_next(self, resource: str) -> bool:
+    def weights(self) -> object:
+        torn = isinstance(self.code, Engine) and self.code.version is None
+        return None if torn else self.code.weights
+
+    def fail_next(self, what: str) -> bool:
         return False  # nothing of it can be made to fail
 
     def stall(self, seconds: float) -> bool:

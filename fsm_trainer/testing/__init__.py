@@ -12,8 +12,8 @@ the properties of ``states/system.yaml`` are asked of what the workers hold.
 ...         return LifecycleWorker(self.system, name)
 
 `LifecycleWorker` is a worker whose lifecycle is ours, whose resources only exist, or are yours.
-Lifecycle code that isn't ours needs an adapter with seven methods, `Subject`: do a trigger, do
-an action, say what is held, say which weights, fail or stall on demand, end. Under pytest
+Lifecycle code that isn't ours needs an adapter with eight methods, `Subject`: do a trigger, do
+an action, say what is held, which epochs, which weights, fail or stall on demand, end. Under pytest
 ``TestSuite = Suite.TestCase`` is all; here it runs by hand:
 
 >>> from hypothesis import settings
@@ -34,7 +34,7 @@ forgets to tell its machine, so nothing in it can notice; the kit sees what it h
 >>> run_state_machine_as_test(Broken, settings=quick)
 Traceback (most recent call last):
     ...
-fsm_trainer.testing.stateful.PropertyViolated: 8: after start(actor) actor must be sleeping ...
+fsm_trainer.testing.stateful.PropertyViolated: 1: actor is sleeping with ...
 
 The error tells the shortest way there, too. What else is here:
 
@@ -47,23 +47,32 @@ The error tells the shortest way there, too. What else is here:
 >>> group.send("actor", 1, "weights")
 Traceback (most recent call last):
     ...
-fsm_trainer.machine.errors.PeerLost: link epoch 1: rollout-0 did not answer
+fsm_trainer.machine.errors.PeerLost: link epoch 1: rollout-0 did not answer within 60 s
 >>> clock.monotonic()
 60.0
 
 - `fsm_trainer.testing.processes`: real processes; `ProcessWorker` is a worker under test in one of
   them, with a real group, ended by a real SIGKILL.
-- A pytest plugin with the fixtures ``gloo_processes``, ``no_leaks`` (groups, processes, threads,
-  descriptors, sockets, memory) and ``conforms`` (a journal against the tables).
+- `Faulty` wraps a resource of yours and fails when told to; `LifecycleWorker` does so with all.
+- A pytest plugin, `fsm_trainer.pytest_plugin`, with the fixtures ``gloo_processes``, ``no_leaks``
+  (groups, processes, threads, descriptors, sockets, memory) and ``conforms`` (a journal against the
+  tables).
 - `Model`: the plain model that stands beside your workers.
 """
 
-from fsm_trainer.testing.fakes import FakeClock, FakeGroup, LifecycleWorker, in_step
+from fsm_trainer.testing.fakes import (
+    FakeClock,
+    FakeGroup,
+    Faulty,
+    LifecycleWorker,
+    Steps,
+    in_step,
+)
 from fsm_trainer.testing.model import Model, Step
 from fsm_trainer.testing.stateful import (
     LifecycleMachine,
-    NobodyComes,
     Order,
+    PeerAbsent,
     PropertyViolated,
     Subject,
 )
@@ -71,13 +80,15 @@ from fsm_trainer.testing.stateful import (
 __all__ = [
     "FakeClock",
     "FakeGroup",
+    "Faulty",
     "LifecycleMachine",
     "LifecycleWorker",
     "Model",
-    "NobodyComes",
     "Order",
+    "PeerAbsent",
     "PropertyViolated",
     "Step",
+    "Steps",
     "Subject",
     "in_step",
 ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from dataclasses import replace
+from typing import NoReturn, Protocol
 
 from fsm_trainer.machine.errors import ActionFailed, EffectFailed, LeaseExpired, PeerLost
-from fsm_trainer.machine.events import Effect
+from fsm_trainer.machine.events import Effect, Op
 from fsm_trainer.machine.lifecycle import Lifecycle, Report, Resource
 from fsm_trainer.machine.names import Trigger
 from fsm_trainer.machine.world import System, World
@@ -52,7 +52,7 @@ class FakeGroup:
         self._timeout, self._link = timeout, link
         self.epoch = 0
         self._inside, self._joined = set[str](), set[str]()
-        self._sent: object = None
+        self._sent: list[object] = []
 
     def end(self, name: str) -> Resource:
         """A member's end of it, as a resource: its epoch is that of the transition."""
@@ -63,7 +63,7 @@ class FakeGroup:
         if epoch < self.epoch or (epoch == self.epoch and name in self._joined):
             raise LeaseExpired(self._link, epoch, f"{name} comes late, it is {self.epoch}")
         if epoch > self.epoch:
-            self.epoch, self._inside, self._joined = epoch, set(), set()
+            self.epoch, self._inside, self._joined, self._sent = epoch, set(), set(), []
         self._inside.add(name)
         self._joined.add(name)
 
@@ -74,20 +74,25 @@ class FakeGroup:
     def send(self, name: str, epoch: int, value: object) -> None:
         """Give all members a value; raises as :meth:`check` does."""
         self.check(name, epoch)
-        self._sent = value
+        self._sent = [value]
 
     def receive(self, name: str, epoch: int) -> object:
-        """What was sent last; raises as :meth:`check` does."""
+        """What was sent last in this epoch; raises as :meth:`check` does, and where nothing was."""
         self.check(name, epoch)
-        return self._sent
+        if not self._sent:
+            self._miss("nobody sent anything")
+        return self._sent[0]
 
     def check(self, name: str, epoch: int) -> None:
         """Raise LeaseExpired for a handle of no use, and PeerLost, late, where a member is gone."""
         if epoch != self.epoch or name not in self._inside:
             raise LeaseExpired(self._link, epoch, f"{name} is not in epoch {self.epoch}")
         if missing := sorted(self._members - self._inside):
-            self._clock.sleep(self._timeout)
-            raise PeerLost(f"{self._link} epoch {epoch}: {', '.join(missing)} did not answer")
+            self._miss(f"{', '.join(missing)} did not answer")
+
+    def _miss(self, why: str) -> NoReturn:
+        self._clock.sleep(self._timeout)
+        raise PeerLost(f"{self._link} epoch {self.epoch}: {why} within {self._timeout:g} s")
 
 
 class _FakeEnd:
@@ -104,7 +109,7 @@ class _FakeEnd:
 class Faulty:
     """A resource, or nothing in its place, that knows whether it is held; it fails when told to."""
 
-    def __init__(self, held: Counter[str], inner: Resource | None = None) -> None:
+    def __init__(self, held: list[Effect], inner: Resource | None = None) -> None:
         self._held, self._inner = held, inner
         self.first: Callable[[Effect], None] | None = None
         """What happens before the next acquisition, once."""
@@ -116,13 +121,14 @@ class Faulty:
             first(effect)
         if self._inner is not None:
             self._inner.acquire(effect)
-        self._held[effect.resource] += 1
+        self._held.append(effect)
 
     def release(self, effect: Effect) -> None:
         """Give it back."""
         if self._inner is not None:
             self._inner.release(effect)
-        self._held[effect.resource] -= 1
+        taken = [held for held in self._held if held.resource == effect.resource]
+        self._held.remove(taken[0])
 
 
 def _fail(effect: Effect) -> None:
@@ -187,8 +193,8 @@ class LifecycleWorker:
         name: the worker.
         resources: those that are real; the others only exist.
         work: what an action does, by its name, given the order; the others do nothing.
-        weights: see :meth:`Subject.weights`.
-        end: ends what the resources may still hold, as a process's end would.
+        weights: tells weights apart; see :meth:`Subject.weights`.
+        end: ends what is held, as a process's end would; None: everything is released.
     """
 
     def __init__(
@@ -199,12 +205,13 @@ class LifecycleWorker:
         *,
         work: Mapping[str, Callable[[Order], None]] | None = None,
         weights: Callable[[], object] = lambda: None,
-        end: Callable[[], None] = lambda: None,
+        end: Callable[[], None] | None = None,
     ) -> None:
         known = {r for held in system.table(name).holds.values() for r in held}
-        self._held, given = Counter[str](), resources or {}
+        self._held, given = list[Effect](), resources or {}
         self._faulty = {r: Faulty(self._held, given.get(r)) for r in sorted(known)}
         self._work, self._weights, self._end = work or {}, weights, end
+        self._fails = set[str]()
         self.lifecycle = Lifecycle(system, name, self._faulty)
 
     def trigger(self, order: Order) -> None:
@@ -212,27 +219,38 @@ class LifecycleWorker:
         in_step(self.lifecycle, order)
 
     def act(self, order: Order) -> None:
-        """Do it between the action's begin and its end."""
+        """Do it while the action is under way; a joint one ends well at all ends, or at none."""
         with self.lifecycle.action(order.name, order.world):
+            if order.name in self._fails:
+                self._fails.remove(order.name)
+                raise ActionFailed(f"{order.name}: an injected fault")
             if (work := self._work.get(order.name)) is not None:
                 work(order)
+            order.meet()
 
     def holds(self) -> Collection[str]:
         """What was acquired and not released, as often as it was."""
-        return [*self._held.elements()]
+        return [effect.resource for effect in self._held]
+
+    def epochs(self) -> Mapping[str, int]:
+        """Of the links that it holds."""
+        return {e.resource: e.epoch for e in self._held if e.epoch}
 
     def weights(self) -> object:
-        """What was given for them."""
-        return self._weights()
+        """What was given for them; None while the lifecycle calls them torn."""
+        return self._weights() if self.lifecycle.worker.version is not None else None
 
-    def fail_next(self, resource: str) -> bool:
-        """Its next acquisition raises."""
-        self._faulty[resource].first = _fail
+    def fail_next(self, what: str) -> bool:
+        """The next acquisition of a resource, or the next action of that name, raises."""
+        if what in self._faulty:
+            self._faulty[what].first = _fail
+        else:
+            self._fails.add(what)
         return True
 
-    def stop_next(self) -> None:
-        """Stop this process, before it opens its end of a link; somebody else must continue it."""
-        for link in self.lifecycle.system.links:
+    def stop_at_next_link(self) -> None:
+        """Stop this process before it opens its end of a link: for a parent that continues it."""
+        for link in self._faulty.keys() & self.lifecycle.system.links.keys():
             self._faulty[link].first = _stop
 
     def stall(self, seconds: float) -> bool:
@@ -240,6 +258,9 @@ class LifecycleWorker:
         return False
 
     def kill(self) -> None:
-        """Forget it."""
-        self._held.clear()
-        self._end()
+        """Let go of everything, the last first."""
+        if self._end is not None:
+            self._end()
+            return
+        for held in reversed([*self._held]):
+            self._faulty[held.resource].release(replace(held, op=Op.RELEASE))

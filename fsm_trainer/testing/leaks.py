@@ -32,15 +32,21 @@ def footprint() -> Footprint:
     """Of this process, now."""
     gc.collect()
     me = psutil.Process()
-    children = [c for c in me.children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
     return Footprint(
         _groups(),
-        len(children),
+        sum(_lives(child) for child in me.children(recursive=True)),
         me.num_threads(),
         me.num_fds(),
         len(me.net_connections()),
         me.memory_info().rss,
     )
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _groups() -> int:

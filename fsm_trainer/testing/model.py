@@ -32,6 +32,7 @@ class _Known:
     state: State = State.DISCONNECTED
     version: Version | None = None
     epochs: dict[str, int] = field(default_factory=dict)
+    jobs: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -64,7 +65,8 @@ class Model:
         for name, known in self._known.items():
             epochs = tuple(known.epochs.get(link, 0) for link in self._lines)
             held = frozenset(self.holds(name))
-            workers.append(Worker(known.state, held, epochs=epochs, version=known.version))
+            part = Worker(known.state, held, epochs=epochs, version=known.version)
+            workers.append(part._replace(jobs=known.jobs))
         return World(tuple(workers), tuple(map(self._link, self._lines)), self._lineage)
 
     def _link(self, name: str) -> Link:
@@ -88,6 +90,16 @@ class Model:
     def epoch(self, link: str) -> int:
         """The last one that was opened, or tried."""
         return self._lines[link].epoch
+
+    def epochs(self, name: str) -> dict[str, int]:
+        """The links that a worker holds, with the epoch of each."""
+        return dict(self._known[name].epochs)
+
+    def carries(self, name: str) -> bool:
+        """Whether a worker holds what a link carries to it, or from it."""
+        role, held = self._role(name), self.holds(name)
+        links = self.system.spec.links.values()
+        return any(k.carries in held and role in (k.hub, k.spokes) for k in links)
 
     # What may be asked
 
@@ -129,10 +141,11 @@ class Model:
 
     # What it comes to
 
-    def moved(self, step: Step, failed: str | None = None) -> None:
+    def moved(self, step: Step, failed: str | None = None, *, dies: bool = False) -> None:
         """A transition ended at all of its ends; ``failed`` names the one that could not do it.
 
-        Who could not keeps what both of its states hold. A link opens at all ends, or at none.
+        Who could not keeps what both of its states hold. A link opens at all ends, or at none; and
+        where the one ``dies``, nobody goes on.
         """
         opens = step.joint if step.name == Trigger.CONNECT else None
         if opens is not None:
@@ -144,7 +157,7 @@ class Model:
             if edge is None:
                 raise KeyError(f"{name} is {before} and has no {step.name}")
             dest = edge.dest
-            if failed == name or (failed is not None and opens is not None):
+            if failed == name or (failed is not None and (dies or opens is not None)):
                 dest = table.largest_state({*table.holds[before]} & {*table.holds[dest]})
             self._settle(name, dest)
             if step.name == Trigger.START and failed is None and self._sends(name):
@@ -157,14 +170,21 @@ class Model:
         bad = {other.joint for other in self.severable() if other.workers == step.workers}
         self._settle(name, self.system.table(name).largest_state({*self.holds(name)} - bad))
 
+    def acting(self, step: Step) -> None:
+        """An action has begun."""
+        self._world = None
+        for name in step.workers:
+            self._known[name].jobs = (step.name,)
+
     def acted(self, step: Step, ok: bool = True) -> None:
-        """An action ended."""
+        """An action ended; ``ok`` at all of its ends, or it brought nothing."""
         self._world = None
         for name in step.workers:
             known = self._known[name]
+            known.jobs = ()
             if step.joint is not None and not self._sends(name):
                 hub = self.system.spec.links[step.joint].hub
-                [sent] = [self.version(n) for n, role in self.system.names.items() if role is hub]
+                [sent] = [self.version(n) for n, role in self.system.names.items() if role == hub]
                 known.version = sent if ok else None
             elif known.version and ok and self.system.table(name).actions[step.name].updates:
                 known.version = known.version._replace(number=known.version.number + 1)

@@ -10,20 +10,23 @@ import atexit
 import functools
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 from fsm_trainer.groups.membership import Membership
 from fsm_trainer.groups.rendezvous import Rendezvous
-from fsm_trainer.machine.errors import FsmError
+from fsm_trainer.machine.errors import DeadlineExceeded, FsmError
 from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.world import World
 from fsm_trainer.testing.fakes import LifecycleWorker, in_step
@@ -32,7 +35,23 @@ from fsm_trainer.testing.stateful import Order
 
 # Seconds that a process may take to start (torch is imported) on a busy machine.
 START = 60.0
+# Seconds until a killed one must be gone.
+END = 10.0
 PRELOAD = ["fsm_trainer.sync.push", "fsm_trainer.groups.backend"]
+
+
+class ProcessEnded(RuntimeError):
+    """Raised when a worker's process is gone, or fails in a way that no worker may."""
+
+
+class Failure(NamedTuple):
+    """What a call came to that raised."""
+
+    kind: str
+    """The error's type."""
+    text: str
+    """What it said; with the traceback if it isn't an error of ours."""
+    seconds: float
 
 
 class Member:
@@ -77,12 +96,26 @@ class Member:
         """Send a signal; of SIGKILL, wait for the end."""
         os.kill(self.pid, number)
         if number == signal.SIGKILL:
-            self._process.join(10)
+            self._process.join(END)
+            if self._process.is_alive():
+                raise DeadlineExceeded(f"process {self.pid} lives {END} s after SIGKILL")
             self._pipe.close()
+
+    def stopped_for(self, seconds: float) -> None:
+        """Wait until it has stopped, and let it go on so many seconds later; returns if it ends."""
+        until = time.monotonic() + START
+        try:
+            process = psutil.Process(self.pid)
+            while process.status() != psutil.STATUS_STOPPED and time.monotonic() < until:
+                time.sleep(0.02)
+            time.sleep(seconds)
+            process.send_signal(signal.SIGCONT)
+        except psutil.NoSuchProcess:
+            return
 
 
 class Answer:
-    """What a call will return; ``(type name, text, seconds)`` if it raised."""
+    """What a call will return: its value, or a `Failure`."""
 
     def __init__(self, member: Member, key: int) -> None:
         self._member, self._key = member, key
@@ -162,7 +195,11 @@ class ProcessWorker:
         deadline: float = 30.0,
     ) -> None:
         self.member, self._deadline = member or Member(), deadline
-        self._answer(_make, make, args, limit=START)
+        try:
+            self._answer(_make, make, args, limit=START)
+        except BaseException:
+            self.member.kill()
+            raise
 
     def trigger(self, order: Order) -> None:
         """See `Subject`, also of those that follow."""
@@ -177,18 +214,23 @@ class ProcessWorker:
         held: Collection[str] = self.ask("holds")
         return held
 
+    def epochs(self) -> Mapping[str, int]:
+        """Of the links that it holds."""
+        held: Mapping[str, int] = self.ask("epochs")
+        return held
+
     def weights(self) -> object:
         """What tells its weights apart."""
         return self.ask("weights")
 
-    def fail_next(self, resource: str) -> bool:
+    def fail_next(self, what: str) -> bool:
         """The fault is injected there."""
-        return bool(self.ask("fail_next", resource))
+        return bool(self.ask("fail_next", what))
 
     def stall(self, seconds: float) -> bool:
         """SIGSTOP, and SIGCONT when the time is over."""
-        self.ask("stop_next")
-        threading.Timer(seconds, self.member.kill, [signal.SIGCONT]).start()
+        self.ask("stop_at_next_link")
+        threading.Thread(target=self.member.stopped_for, args=(seconds,), daemon=True).start()
         return True
 
     def footprint(self) -> Footprint:
@@ -206,9 +248,15 @@ class ProcessWorker:
         return self._answer(_asked, method, args, named)
 
     def _answer(self, function: Callable[..., Any], *args: Any, limit: float | None = None) -> Any:
-        value, error = self.member.call(function, *args).get(limit or self._deadline)
-        if error is not None:
-            raise error
+        try:
+            told = self.member.call(function, *args).get(limit or self._deadline)
+        except (EOFError, OSError) as error:
+            raise ProcessEnded(f"process {self.member.pid} has ended") from error
+        if isinstance(told, Failure):
+            raise ProcessEnded(f"process {self.member.pid} can't do {args}: {told}")
+        value, raised = told
+        if raised is not None:
+            raise raised
         return value
 
 
@@ -282,9 +330,13 @@ def _serve(pipe: Connection) -> None:
             text = str(error)
             if type(error).__module__ != "fsm_trainer.machine.errors":
                 text = traceback.format_exc()
-            value = (type(error).__name__, text, time.monotonic() - began)
+            value = Failure(type(error).__name__, text, time.monotonic() - began)
         with lock:
-            pipe.send((key, value))
+            try:
+                pipe.send((key, value))
+            except (TypeError, AttributeError, pickle.PicklingError) as error:
+                text = f"what it returned can't be sent: {error}"
+                pipe.send((key, Failure(type(error).__name__, text, time.monotonic() - began)))
 
     while True:
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 from hypothesis import strategies as st
@@ -21,15 +23,18 @@ from fsm_trainer.testing.model import Model, Step
 from fsm_trainer.verify.properties import broken
 from fsm_trainer.verify.relation import Node
 
-# Steps between deaths: where everybody dies at once nothing is seen.
-LIVES = 4
+# Steps between deaths: where everybody dies at once little is seen.
+BETWEEN_DEATHS = 2
 
 
 class PropertyViolated(AssertionError):
-    """A worker is not as the tables say; begins with the property's number in ``system.yaml``."""
+    """A worker does what the tables refuse, or refuses what they allow, or is not as they say.
+
+    Where a property of ``system.yaml`` fails, it begins with its number.
+    """
 
 
-class NobodyComes(FsmError):
+class PeerAbsent(FsmError):
     """Raised when a worker waits for another end of its step, which has failed."""
 
 
@@ -48,7 +53,8 @@ class Order:
     world: World
     """How everybody stands; what isn't told by it, a worker can't know."""
     meet: Callable[[], None]
-    """Waits until all ends have come here; raises `NobodyComes` if one has failed before."""
+    """Waits until all ends have come here; raises `PeerAbsent` if one has failed before. Who does
+    an action alone says by it that it is at work."""
 
 
 class Subject(Protocol):
@@ -63,11 +69,17 @@ class Subject(Protocol):
     def holds(self) -> Collection[str]:
         """The resources that it holds, measured where that is possible."""
 
+    def epochs(self) -> Mapping[str, int]:
+        """The links that it holds, each with its epoch."""
+
     def weights(self) -> object:
         """Something that is equal for equal weights; None if it has none that it would serve."""
 
-    def fail_next(self, resource: str) -> bool:
-        """Have the next acquisition of a resource fail; False if that can't be arranged."""
+    def fail_next(self, what: str) -> bool:
+        """Have the next acquisition of a resource, or the next action of that name, fail.
+
+        False if that can't be arranged.
+        """
 
     def stall(self, seconds: float) -> bool:
         """Stand still for so long before its next link opens; False if that can't be arranged."""
@@ -100,18 +112,34 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     def make_worker(self, name: str) -> Subject:
         """A new worker of that name, disconnected; called again after it was killed."""
-        raise NotImplementedError
+        raise NotImplementedError(f"give {type(self).__name__} a make_worker(name)")
 
-    @initialize()
-    def _begin(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        if not hasattr(type(self), "system"):
+            raise TypeError(f"give {type(self).__name__} a system: System.of(load(…), rollouts=…)")
         self.model, self.story = Model(self.system), list[str]()
+        self.workers: dict[str, Subject] = {}
         self._refused_at = self._late_at = self._died_at = 0
-        self.workers = {name: self.make_worker(name) for name in self.system.names}
+
+    def begin(self) -> None:
+        """Make all workers."""
+        for name in self.system.names:
+            self.workers[name] = self.make_worker(name)
+
+    @initialize(data=st.data())
+    def begin_anywhere(self, data: st.DataObject) -> None:
+        """Most of what goes wrong is far from the start: begin where a phase can run, too."""
+        self.begin()
+        phase = data.draw(st.sampled_from(["", *self.system.spec.phases]), label="begins in")
+        if phase:
+            self.go_to(phase)
 
     def teardown(self) -> None:
         """End every worker."""
-        for worker in getattr(self, "workers", {}).values():
-            worker.kill()
+        with ExitStack() as all_of_them:
+            for worker in self.workers.values():
+                all_of_them.callback(worker.kill)
 
     # The rules
 
@@ -120,25 +148,28 @@ class LifecycleMachine(RuleBasedStateMachine):
         """A transition that is legal now, and is done."""
         step = self._draw(data, (s for s in self.model.triggers() if not self.model.refusals(s)))
         if step is not None:
-            self._run(step)
+            self.run(step)
 
     @rule(data=st.data())
     def act(self, data: st.DataObject) -> None:
         """Work that is legal now, and is done."""
         step = self._draw(data, (s for s in self.model.actions() if not self.model.refusals(s)))
         if step is not None:
-            self._run(step)
+            self.run(step)
 
     @precondition(lambda self: self._refused_at <= len(self.story))
     @rule()
     def refuse(self) -> None:
         """Every transition and action that is illegal now: refused, and nothing moves."""
         self._refused_at = len(self.story) + 1  # once in a place is enough
+        for name in self.system.names:
+            self._refuse_all(name)
+
+    def _refuse_all(self, name: str) -> None:
         for step in [*self.model.triggers(), *self.model.actions()]:
-            for name in step.workers:
-                alone = Step(step.name, (name,), step.joint)
-                if self.model.refusals(alone):
-                    self._refused(alone, self._epoch(step))
+            alone = Step(step.name, (name,), step.joint)
+            if name in step.workers and self.model.refusals(alone):
+                self._refused(alone, self._epoch(step))
 
     @precondition(lambda self: any(map(self.model.epoch, self.system.links)))
     @precondition(lambda self: self._late_at <= len(self.story))
@@ -154,17 +185,36 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        """An effect of a transition fails: it is undone, and what it left is true."""
-        step = self._draw(data, (s for s in self.model.triggers() if not self.model.refusals(s)))
-        if step is None:
+        """An effect or an action fails: what it left is true, and what it brought doesn't count."""
+        found = [each for step in self._legal() for each in self._weak(step)]
+        if found:
+            step, name, what = data.draw(st.sampled_from(found), label="step, worker, what fails")
+            if self.workers[name].fail_next(what):
+                self.run(step, failed=name)
+
+    def _legal(self) -> list[Step]:
+        asked = [*self.model.triggers(), *self.model.actions()]
+        return [step for step in asked if not self.model.refusals(step)]
+
+    def _weak(self, step: Step) -> Iterator[tuple[Step, str, str]]:
+        """Where a step can fail: each acquisition of each end, or the action there."""
+        for name in step.workers:
+            edge = self.system.table(name).edge(step.name, self.model.state(name))
+            if step.name not in list(Trigger):
+                yield step, name, step.name
+            elif edge is not None:
+                gains = {*self.system.table(name).holds[edge.dest]} - {*self.model.holds(name)}
+                yield from ((step, name, resource) for resource in sorted(gains))
+
+    @rule(data=st.data())
+    def overlap(self, data: st.DataObject) -> None:
+        """While a worker is at work, what the work excludes is refused."""
+        alone = [s for s in self.model.actions() if s.joint is None and not self.model.refusals(s)]
+        if not alone:
             return
-        name = data.draw(st.sampled_from(step.workers), label="worker")
-        table, before = self.system.table(name), self.model.holds(name)
-        edge = table.edge(step.name, self.model.state(name))
-        gains = [r for r in table.holds[edge.dest] if r not in before] if edge else []
-        resource = data.draw(st.sampled_from(gains), label="fails") if gains else ""
-        if resource and self.workers[name].fail_next(resource):
-            self._run(step, failed=name)
+        step = data.draw(st.sampled_from(alone), label="step")
+        self.story.append(f"{step} begins")
+        self.run(step, during=lambda: self._refuse_all(step.workers[0]))
 
     @precondition(lambda self: self.stalls > 0)
     @rule(data=st.data())
@@ -175,9 +225,9 @@ class LifecycleMachine(RuleBasedStateMachine):
         if step is not None:
             name = data.draw(st.sampled_from(step.workers), label="stands still")
             if self.workers[name].stall(self.stalls):
-                self._run(step, failed=name)
+                self.run(step, failed=name)
 
-    @precondition(lambda self: len(self.story) >= self._died_at + LIVES)
+    @precondition(lambda self: len(self.story) >= self._died_at + BETWEEN_DEATHS)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
         """A worker's process ends, and another takes its place."""
@@ -188,13 +238,25 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.model.died(name)
         self.workers[name] = self.make_worker(name)
 
+    @precondition(lambda self: len(self.story) >= self._died_at + BETWEEN_DEATHS)
+    @rule(data=st.data())
+    def die_within(self, data: st.DataObject) -> None:
+        """A worker's process ends when the ends of its step have released, and wait for it."""
+        joint = [s for s in self._legal() if s.joint and s.name in list(Trigger)]
+        if not joint:
+            return
+        step = data.draw(st.sampled_from(joint), label="step")
+        name = data.draw(st.sampled_from(step.workers), label="dies")
+        self._died_at = len(self.story)
+        self.run(step, dies=name)
+
     @precondition(lambda self: any(self.model.severable()))
     @rule(data=st.data())
     def sever(self, data: st.DataObject) -> None:
         """A worker whose peer died gives up its lease, and nothing else that it can keep."""
         step = self._draw(data, self.model.severable())
         if step is not None:
-            self._run(step)
+            self.run(step)
 
     @rule(data=st.data())
     def go_back(self, data: st.DataObject) -> None:
@@ -204,15 +266,15 @@ class LifecycleMachine(RuleBasedStateMachine):
     @invariant()
     def properties_hold(self) -> None:
         """The properties of ``system.yaml``, asked of what the workers hold."""
-        model = self.model.world
-        measured = [
-            known._replace(held=frozenset(self.workers[name].holds()))
-            for name, known in zip(self.system.names, model.workers, strict=True)
-        ]
+        model, measured = self.model.world, []
+        for worker, known in zip(self.workers.values(), model.workers, strict=True):
+            told = worker.epochs()
+            epochs = tuple(told.get(link, 0) for link in self.system.links)
+            measured.append(known._replace(held=frozenset(worker.holds()), epochs=epochs))
         problem = broken(self.system, Node(model._replace(workers=tuple(measured))))
-        number = problem.partition(":")[0]
-        told = dict(self.system.spec.system.always)
-        self._must(not problem, f"{problem}\n  property {number}: {told.get(int(number or 0))}")
+        always = self.system.spec.system.always
+        text = always.get(int(problem.partition(":")[0])) if problem else ""
+        self._must(not problem, f"{problem}\n  the property: {text}")
 
     def _way(self, phase: Phase) -> tuple[Move, ...]:
         known = (phase.name, self.model.world)
@@ -223,12 +285,12 @@ class LifecycleMachine(RuleBasedStateMachine):
     def go_to(self, phase: str) -> None:
         """Give up what is broken, and go by the shortest way to where a phase can run."""
         while (step := next(self.model.severable(), None)) is not None:
-            self._run(step)
+            self.run(step)
         for move in self._way(self.system.spec.phases[phase]):
             joint = [self._joint(name, move.name) for name in move.workers]
             together = [move.workers] if joint[0] else [(name,) for name in move.workers]
             for ends in together:
-                self._run(Step(move.name, ends, joint[0]))
+                self.run(Step(move.name, ends, joint[0]))
 
     # What a step is
 
@@ -245,21 +307,66 @@ class LifecycleMachine(RuleBasedStateMachine):
         opens = step.name == Trigger.CONNECT
         return self.model.epoch(step.joint) + opens if step.joint is not None else 0
 
-    def _run(self, step: Step, failed: str | None = None) -> None:
-        self.story.append(f"{step}{f' fails at {failed}' if failed else ''}")
-        errors = self._asked(step, self._epoch(step))
+    def run(
+        self,
+        step: Step,
+        failed: str | None = None,
+        dies: str | None = None,
+        during: Callable[[], None] | None = None,
+    ) -> None:
+        """Do a legal step, and compare.
+
+        Args:
+            step: whom it concerns, and what it is.
+            failed: an end that will not be able to do its part.
+            dies: an end of a transition whose process ends when it waits for the others.
+            during: what happens while a worker is at its action alone.
+        """
+        how = f" fails at {failed}" if failed else f", where {dies} dies" if dies else ""
+        self.story.append(f"{step}{how}")
+        at = {dies: partial(self._dies, dies)} if dies else {}
+        if during is not None:
+            at[step.workers[0]] = partial(self._while, step, during)
+        before = self.workers[dies] if dies else None
+        errors = self._asked(step, self._epoch(step), at)
         wrong = {n: e for n, e in errors.items() if e is not None}
-        if failed is None:
+        for error in wrong.values():
+            if isinstance(error, PropertyViolated):
+                raise error  # of what was asked meanwhile
+        dead = dies is not None and self.workers[dies] is not before
+        lost = dies if dead else failed
+        if lost is None:
             self._must(not wrong, f"{step} is legal, and failed: {wrong}")
         else:
-            self._must(failed in wrong, f"{step} ended well, though {failed} could not do its part")
+            self._must(lost in wrong, f"{step} ended well, though {lost} could not do its part")
         if step.name == Trigger.SEVER:
             self.model.severed(step)
         elif step.name in list(Trigger):
-            self.model.moved(step, failed)
+            self.model.moved(step, lost, dies=dead)
         else:
-            self.model.acted(step)
+            self.model.acted(step, ok=lost is None)
+        if dies is not None and dead:
+            self.model.died(dies)
+        self.properties_hold()
         self._compare(step)
+        if step.joint and failed and step.name not in list(Trigger):
+            self._close(step.joint)
+
+    def _close(self, link: str) -> None:
+        """Leave a link: what was cut off on it may have ended its group."""
+        for step in self.model.triggers():
+            if step.joint == link and step.name == Trigger.DISCONNECT:
+                self.run(step)
+
+    def _dies(self, name: str) -> None:
+        """Where it would wait for the others; who waits for nobody doesn't die."""
+        self.workers[name].kill()
+        self.workers[name] = self.make_worker(name)
+        raise PeerAbsent(f"{name} has died")
+
+    def _while(self, step: Step, during: Callable[[], None]) -> None:
+        self.model.acting(step)
+        during()
 
     def _must(self, true: bool, otherwise: str) -> None:
         if not true:
@@ -272,13 +379,21 @@ class LifecycleMachine(RuleBasedStateMachine):
             must_be = f"{self.model.state(name)} and hold {expected}"
             told = f"8: after {step} {name} must be {must_be}, it holds {held}"
             self._must(held == expected, told)
+            epochs, expected_epochs = dict(worker.epochs()), self.model.epochs(name)
+            told = f"2: after {step} {name} must hold the epochs {expected_epochs}, it has {epochs}"
+            self._must(epochs == expected_epochs, told)
         seen: dict[object, tuple[str, object]] = {}
         for name, worker in self.workers.items():
-            version = self.model.version(name)
-            if version is None or "weights" not in self.model.holds(name):
+            if not self.model.carries(name):
                 continue
-            first, weights = seen.setdefault(version, (name, worker.weights()))
-            self._must(worker.weights() == weights, f"5: {name} and {first} differ in {version}")
+            version, weights = self.model.version(name), worker.weights()
+            if version is None:
+                self._must(
+                    weights is None, f"5: after {step} the weights of {name} are torn, not None"
+                )
+                continue
+            first, others = seen.setdefault(version, (name, weights))
+            self._must(weights == others, f"5: {name} and {first} differ in {version}")
 
     def _refused(self, step: Step, epoch: int) -> None:
         [name] = step.workers
@@ -292,18 +407,20 @@ class LifecycleMachine(RuleBasedStateMachine):
         same = before == sorted(self.workers[name].holds())
         self._must(same, f"8: {step} was refused, and moved {name}")
 
-    def _asked(self, step: Step, epoch: int) -> dict[str, BaseException | None]:
-        """Have all ends do it at once; what each raised."""
+    def _asked(
+        self, step: Step, epoch: int, at: Mapping[str, Callable[[], None]] = MappingProxyType({})
+    ) -> dict[str, BaseException | None]:
+        """Have all ends do it at once; what each raised. Who is in ``at`` does that, not meet."""
         meeting, futures = _Meeting(step.workers, self.deadline), {}
         for name in step.workers:
-            meet = partial(meeting.meet, name)
+            meet = at.get(name) or partial(meeting.meet, name)
             order = Order(step.name, step.workers, step.joint, epoch, self.model.world, meet)
             worker = self.workers[name]
             does = worker.trigger if step.name in list(Trigger) else worker.act
             futures[name] = _thread(partial(does, order), partial(meeting.leave, name))
         _, late = wait(futures.values(), self.deadline)
-        hangs = [name for name, future in futures.items() if future in late]
-        self._must(not hangs, f"{step}: {hangs} did not come back within {self.deadline} s")
+        hangs = [n for n, future in futures.items() if future in late and n not in meeting.waiting]
+        self._must(not late, f"{step}: {hangs} did not come back within {self.deadline} s")
         return {name: future.exception() for name, future in futures.items()}
 
 
@@ -312,7 +429,7 @@ class _Meeting:
 
     def __init__(self, names: Iterable[str], deadline: float) -> None:
         self._visits, self._deadline = dict.fromkeys(names, 0), deadline
-        self._left = set[str]()
+        self._left, self.waiting = set[str](), set[str]()
         self._changed = threading.Condition()
 
     def meet(self, name: str) -> None:
@@ -321,10 +438,12 @@ class _Meeting:
             turn = self._visits[name]
             self._changed.notify_all()
             here = lambda n: self._visits[n] >= turn or n in self._left  # noqa: E731
-            self._changed.wait_for(lambda: all(map(here, self._visits)), self._deadline)
+            self.waiting.add(name)
+            if self._changed.wait_for(lambda: all(map(here, self._visits)), self._deadline):
+                self.waiting.remove(name)
             absent = [n for n, visits in self._visits.items() if visits < turn]
         if absent:
-            raise NobodyComes(f"{name} waited for {', '.join(absent)}, which failed or hangs")
+            raise PeerAbsent(f"{name} waited for {', '.join(absent)}, which failed or hangs")
 
     def leave(self, name: str) -> None:
         with self._changed:
@@ -338,7 +457,7 @@ def _thread(does: Callable[[], None], then: Callable[[], None]) -> Future[None]:
     def run() -> None:
         try:
             does()
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from fsm_trainer.engines.contract import Engine, Request, Tag
+from fsm_trainer.engines.contract import Engine, Health, Request, Tag
 from fsm_trainer.groups.rendezvous import Rendezvous
-from fsm_trainer.machine.errors import ActionFailed
+from fsm_trainer.machine.errors import ActionFailed, EngineFailed
+from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource
 from fsm_trainer.machine.spec import load
 from fsm_trainer.machine.version import Version
@@ -37,25 +39,21 @@ class Hosted(RolloutHost):
     """The worker of real runs, over an engine that outlives it: SGLang takes long to start."""
 
     def __init__(self, place: Place, engine: Engine) -> None:
-        self.engine, self.fails = engine, set[Tag]()
+        self.engine, self.fails = engine, set[str]()
         Host.__init__(self, place)
 
     def resources(self) -> Mapping[str, Resource]:
-        starts = Effects(lambda e: started(self.engine), lambda e: None)
-        weights, kv = (Effects(self.take(tag), self.give(tag)) for tag in (Tag.WEIGHTS, Tag.KV))
-        return {**super().resources(), "engine": starts, "weights": weights, "kv": kv}
+        real = {name: Effects(self.first(r), r.release) for name, r in super().resources().items()}
+        return real | {"engine": Effects(lambda e: started(self.engine), lambda e: None)}
 
-    def take(self, tag: Tag) -> Callable[[Any], None]:
-        def acquire(effect: object) -> None:
-            if tag in self.fails:
-                self.fails.remove(tag)
+    def first(self, resource: Resource) -> Callable[[Effect], None]:
+        def acquire(effect: Effect) -> None:
+            if effect.resource in self.fails:
+                self.fails.remove(effect.resource)
                 raise ActionFailed(f"{effect}: an injected fault")
-            self.engine.acquire(tag)
+            resource.acquire(effect)
 
         return acquire
-
-    def give(self, tag: Tag) -> Callable[[Any], None]:
-        return lambda effect: self.engine.release(tag)
 
 
 def started(engine: Engine) -> None:
@@ -100,26 +98,36 @@ class Rollout:
                 assert len(answer.tokens) > 0
 
     def holds(self) -> Collection[str]:
-        if "engine" not in self.host.lifecycle.worker.held:
-            return []
-        health = self.host.engine.health()
-        link = [] if health.epoch is None else ["link"]
-        return ["engine", *(str(tag) for tag in health.held), *link]
+        """As the engine's process says, which outlives what its machine calls an engine."""
+        health = self.health()
+        engine = ["engine"] if "engine" in self.host.lifecycle.worker.held else []
+        return [*engine, *(str(tag) for tag in health.held), *self.epochs()] if health else engine
+
+    def epochs(self) -> Mapping[str, int]:
+        health = self.health()
+        return {} if health is None or health.epoch is None else {"link": health.epoch}
+
+    def health(self) -> Health | None:
+        try:
+            return self.host.engine.health()
+        except EngineFailed:
+            return None  # killed, and nobody has started it again
 
     def weights(self) -> object:
-        return dict(self.host.engine.checksums())
+        torn = self.host.engine.version() is None
+        return None if torn else dict(self.host.engine.checksums())
 
-    def fail_next(self, resource: str) -> bool:
-        tags = [tag for tag in Tag if tag == resource]
-        self.host.fails.update(tags)
-        return bool(tags)
+    def fail_next(self, what: str) -> bool:
+        self.host.fails.add(what)
+        return what in ("weights", "kv", "link")
 
     def stall(self, seconds: float) -> bool:
         return False
 
     def kill(self) -> None:
-        if "engine" in self.host.lifecycle.worker.held:
-            kill(self.host.engine.health().pid)
+        health = self.health()
+        if "engine" in self.host.lifecycle.worker.held and health is not None:
+            kill(health.pid)
             self.host.engine.stop()
 
 
@@ -162,7 +170,7 @@ def test_the_real_rollout_worker_is_what_the_plain_model_says(
 
         def teardown(self) -> None:
             try:
-                if hasattr(self, "model"):
+                if sys.exc_info()[0] is None:
                     self.go_to("end")
             finally:
                 super().teardown()

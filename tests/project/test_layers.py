@@ -21,7 +21,7 @@ ROWS = (
     ("workers", "link"),
     ("runtime",),
     ("simulation",),
-    ("cli",),
+    ("cli", "pytest_plugin"),
 )
 """From the bottom up; what stands in one row may import only what SIBLINGS says."""
 

@@ -1,3 +1,3 @@
-from fsm_trainer.testing.plugin import conforms, gloo_processes, no_leaks
+from fsm_trainer.pytest_plugin import conforms, gloo_processes, no_leaks
 
 __all__ = ["conforms", "gloo_processes", "no_leaks"]

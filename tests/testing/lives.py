@@ -18,12 +18,13 @@ from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, TensorSpec
 from fsm_trainer.sync.push import Receiver, Sender
 from fsm_trainer.testing import LifecycleWorker, Order
+from fsm_trainer.testing.leaks import MEMORY, Footprint
 from fsm_trainer.workers.effects import Effects
 
 SPECS = tuple(TensorSpec(f"layer.{i}", "float32", (64, 64)) for i in range(8))
-# Groups, children, threads, descriptors and sockets that a process keeps of its first group: gloo's
-# device (a thread, three descriptors), and two clients of the store.
-KEEPS = (0, 0, 2, 7, 3)
+# Groups, children, threads, descriptors, sockets and bytes that a process keeps of its first group:
+# gloo's device (a thread, three descriptors), two clients of the store; the allocator's own.
+KEEPS = Footprint(0, 0, 2, 7, 3, MEMORY)
 BUCKET_BYTES = 64 * 1024
 
 

@@ -26,7 +26,7 @@ LEAKS = {
 
 def run(folder: Path, body: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(body)
-    command = [sys.executable, "-m", "pytest", "-p", "fsm_trainer.testing.plugin", "-q", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "fsm_trainer.pytest_plugin", "-q", *options]
     return subprocess.run(
         [*command, "-c", "/dev/null", f"--rootdir={folder}", str(folder)],
         capture_output=True, text=True, timeout=120, check=False,
@@ -57,7 +57,7 @@ def test_a_journal_that_does_not_conform_fails_its_test(tmp_path: Path) -> None:
     )
     done = run(tmp_path, body)
     assert "1 failed, 1 passed" in done.stdout
-    assert "bad.jsonl: line 5" in done.stdout
+    assert "bad.jsonl:5" in done.stdout
 
 
 def test_a_process_that_ended_leaves_nothing(gloo_processes: Processes, no_leaks: None) -> None:

@@ -1,6 +1,6 @@
-"""A pytest plugin, there wherever fsm-trainer is installed: see the package for a tutorial.
+"""A pytest plugin, there wherever fsm-trainer is installed: fixtures for lifecycle code.
 
-It loads nothing heavy before a fixture is asked for.
+Nothing else is loaded before a fixture is asked for; ``fsm_trainer.testing`` has the kit itself.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ def conforms() -> Callable[..., None]:
     """Given a journal, its schedule and where the tables are, fails where it doesn't conform."""
 
     def check(journal: Path, schedule: str, states: Path | None = None) -> None:
-        import json
-
         from fsm_trainer.machine.spec import load
+        from fsm_trainer.runtime.journal import read_journal
         from fsm_trainer.verify.conformance import check_journal
 
-        entries = [json.loads(line) for line in journal.read_text().splitlines()]
+        entries = [entry.model_dump() for entry in read_journal(journal)]
+        if not entries:
+            pytest.fail(f"{journal}: the journal is empty")
         if violation := check_journal(entries, load(schedule, states)):
             pytest.fail(f"{journal}: {violation}")
 

@@ -1,8 +1,8 @@
 """A trace of events, replayed on the real `Lifecycle` of each worker.
 
-`fsm-train check --test FILE` writes such a replay of what it finds. Each `Lifecycle` runs in a thread
-of its own, over resources that do nothing, and stops where others may come between: after each
-report, and in an effect that reports late. So everything happens in the order of the trace.
+`fsm-train check --test FILE` writes such a replay of what it finds. Each `Lifecycle` runs in a
+thread of its own, over resources that do nothing, and stops where others may come between: after
+each report, and in an effect that reports late. So everything happens in the order of the trace.
 
 >>> from fsm_trainer.machine.events import Begin, Commit, Done, Effect, Op
 >>> with Replay("disaggregated", rollouts=1) as replay:
@@ -24,14 +24,7 @@ from typing import Any
 
 from fsm_trainer.machine import events as on
 from fsm_trainer.machine import legal
-from fsm_trainer.machine.errors import (
-    ActionFailed,
-    DeadlineExceeded,
-    FsmError,
-    LeaseExpired,
-    Refused,
-    WorkerLost,
-)
+from fsm_trainer.machine.errors import ActionFailed, DeadlineExceeded, FsmError, Refused
 from fsm_trainer.machine.events import Effect, Op
 from fsm_trainer.machine.lifecycle import Lifecycle
 from fsm_trainer.machine.planner import ready
@@ -72,7 +65,7 @@ class Replay:
 
     def __exit__(self, kind: object, error: object, trace: object) -> bool:
         self.close()
-        return isinstance(error, (Refused, LeaseExpired))
+        return isinstance(error, FsmError)
 
     def close(self) -> None:
         """End every thread."""
@@ -127,8 +120,8 @@ class Replay:
     def _must_hold(self, why: str) -> None:
         number, known = why.partition(":")[0], self.system.spec.system.always
         if why:
-            text = {str(n): told for n, told in known.items()}.get(number)
-            raise PropertyViolated(f"{why}\n  property {number}: {text}" if text else why)
+            text = known.get(int(number)) if number.isdecimal() else "see docs/proof.md"
+            raise PropertyViolated(f"{why}\n  property {number}: {text}")
 
     def _process(self, name: str) -> _Process:
         return _Process(self.system, name, self.node.world)
@@ -137,7 +130,7 @@ class Replay:
         due = {*legal.enabled(self.system, self.node.world), *self.node.late}
         try:
             nodes = [*self._relation.after(self.node, event)]
-        except Refused as refused:
+        except FsmError as refused:
             if isinstance(event, (on.Done, on.Failed)) and event.effect in due:
                 self._must_hold(f"refused: a due report, {event.effect}: {refused}")
             raise
@@ -153,10 +146,8 @@ class Replay:
         match event:
             case on.Begin(workers=names):
                 for name in names:
-                    link = legal.joint_of(system, after, name)
-                    epoch = after.links[system.links[link]].epoch if link else event.epoch
-                    process, version = self.lifecycles[name], event.version
-                    told = {"epoch": epoch, "version": version, "world": world}
+                    process = self.lifecycles[name]
+                    told = {"epoch": event.epoch, "version": event.version, "world": world}
                     process.ask(process.begin, event.trigger, **told)
                     if system.get(after, name).move is None:
                         process.finish()
@@ -176,22 +167,24 @@ class Replay:
             case on.Sever(worker=name, link=link):
                 self.lifecycles[name].ask(self.lifecycles[name].sever, link, world)
             case on.Died(worker=dead):
-                self.lifecycles[dead].end()
-                self.lifecycles[dead] = self._process(dead)
+                pass
             case on.Confirmed(worker=name) | on.Joined(worker=name):
-                self.lifecycles[name].told(event)
+                self.lifecycles[name]._apply(event)
+        if dead:
+            self.lifecycles[dead].end()
+            self.lifecycles[dead] = self._process(dead)
         for name, process in self.lifecycles.items():
             if dead and name != dead:
+                process.tell(world)  # else it may fall from a link that the others have closed
                 process.peer_died(dead)
             elif legal.falling(system, after, name) and not process.falls:
-                process.told(on.Undo(name))
+                process._apply(on.Undo(name))
 
 
 class _Process(Lifecycle):
     """A lifecycle that stops after each report, until it is let on.
 
-    It runs in a thread of its own, of which everybody else may come between two of its steps. Whoever
-    takes a dead one's place begins with the world as it is: its ghost is the driver's to know.
+    Whoever takes a dead one's place is given the world as it is: its ghost is the driver's to know.
     """
 
     def __init__(self, system: System, name: str, world: World) -> None:
@@ -203,7 +196,7 @@ class _Process(Lifecycle):
         self._go, self._stopped = Semaphore(0), Semaphore(0)
         self._over = self._under_way = False
         self._well: bool | None = None
-        self._works: dict[str, AbstractContextManager[Worker]] = {}
+        self._works: dict[str, list[AbstractContextManager[Worker]]] = {}
 
     @property
     def falls(self) -> bool:
@@ -237,17 +230,13 @@ class _Process(Lifecycle):
 
     def work(self, action: str, world: World) -> None:
         """Begin an action."""
-        self._works[action] = self.action(action, world)
-        self._works[action].__enter__()
+        self._works.setdefault(action, []).append(self.action(action, world))
+        self._works[action][-1].__enter__()
 
     def worked(self, action: str, ok: bool) -> None:
         """End it, by an error if it isn't ``ok``."""
         error = None if ok else ActionFailed(f"{action}: so the trace says")
-        self._works.pop(action).__exit__(error and type(error), error, None)
-
-    def told(self, event: on.Event) -> None:
-        """Take what others decide of it: it is undone, seen dead, or back."""
-        self._apply(event)
+        self._works[action].pop().__exit__(None if ok else ActionFailed, error, None)
 
     def end(self) -> None:
         """End its thread."""
@@ -273,7 +262,7 @@ class _Process(Lifecycle):
     def _stop(self) -> None:
         self._stopped.release()
         if not self._go.acquire(timeout=DEADLINE) or self._over:
-            raise WorkerLost(f"{self.name}: nobody lets it on")
+            raise DeadlineExceeded(f"{self.name} is not let on")
 
     def _until(self, true: Callable[[], bool], then: Callable[[], object]) -> None:
         """Let it on: to the end of what it does, and into what the driver asks for next."""

@@ -111,6 +111,7 @@ class _Driven(Search):
     def _walk(self, codes: list[Code]) -> Iterator[Step]:
         state = _State(Node(self._system.initial()), 0)
         for code in codes:
+            self._plans.clear()  # they name the twins of a decoded node, here these may stand apart
             ways = ((turn.edge, s) for turn in self._turns(state) for s in turn.states)
             edge, state = next((edge, s) for edge, s in ways if self._code(s) == code)
             yield Step(edge, state.node)

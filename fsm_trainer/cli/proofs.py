@@ -36,9 +36,7 @@ def check(
     mutate: Annotated[
         bool, shell.option("--mutate", None, "Break each part in turn: a property must fail.")
     ] = False,
-    test: Annotated[
-        Path | None, shell.option("--test", "FILE", "Tell it as a test, too.")
-    ] = None,
+    test: Annotated[Path | None, shell.option("--test", "FILE", "Tell it as a test, too.")] = None,
     states: shell.States = None,
     as_json: shell.Json = False,
 ) -> None:

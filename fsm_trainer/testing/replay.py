@@ -142,7 +142,7 @@ class Replay:
 
     def _tell(self, world: World, event: on.Event) -> None:
         """Do with the lifecycles what the driver does; each knows the world as it was told it."""
-        system, after, dead = self.system, self.node.world, ""
+        system, after, dead, own = self.system, self.node.world, "", ""
         match event:
             case on.Begin(workers=names):
                 for name in names:
@@ -152,9 +152,10 @@ class Replay:
                     if system.get(after, name).move is None:
                         process.finish()
             case on.Done(effect=effect) | on.Failed(effect=effect):
-                self.lifecycles[effect.worker].report(isinstance(event, on.Done))
+                own = effect.worker
+                self.lifecycles[own].report(isinstance(event, on.Done))
                 if isinstance(event, on.Failed) and effect.op is Op.RELEASE:
-                    dead = effect.worker
+                    dead = own
             case on.Commit(workers=names):
                 for name in names:
                     self.lifecycles[name].settle()
@@ -177,7 +178,7 @@ class Replay:
             if dead and name != dead:
                 process.tell(world)  # else it may fall from a link that the others have closed
                 process.peer_died(dead)
-            elif legal.falling(system, after, name) and not process.falls:
+            elif name != own and legal.falling(system, after, name) and not process.falls:
                 process._apply(on.Undo(name))
 
 

@@ -21,8 +21,8 @@ PACKAGE = ROOT / "fsm_trainer"
 # weights and dispatch, 10,870 with them, after cuts of 660. What runs must be paid by cuts from now
 # on, its commands excepted: 200 for check, export and simulate. The proof of it counts by itself:
 # it is read, and run, apart. So do the monitor (320), which watches other trainers, the kit for
-# other people's lifecycles (740), and what makes a test of a violation (260): no run loads them.
-MODULE, MACHINE, WHOLE, PROOF, ROLE = 400, 1_225, 10_850, 3_960, 60
+# other people's lifecycles (740), and what makes a test of a violation (280): no run loads them.
+MODULE, MACHINE, WHOLE, PROOF, ROLE = 400, 1_225, 10_850, 3_980, 60
 PROOFS = ("verify", "simulation", "monitor", "testing")
 
 NO_CODE = (

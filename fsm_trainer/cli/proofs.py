@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -16,7 +17,7 @@ from fsm_trainer.verify.check import Verdict
 from fsm_trainer.verify.check import check as explore
 from fsm_trainer.verify.driven import check_driven
 from fsm_trainer.verify.mutate import Fate, fates
-from fsm_trainer.verify.story import for_programs, sequence_diagram
+from fsm_trainer.verify.story import for_programs, sequence_diagram, write_test
 
 
 @shell.command
@@ -35,6 +36,7 @@ def check(
     mutate: Annotated[
         bool, shell.option("--mutate", None, "Break each part in turn: a property must fail.")
     ] = False,
+    test: Annotated[Path | None, shell.option("--test", "FILE", "Tell it as a test, too.")] = None,
     states: shell.States = None,
     as_json: shell.Json = False,
 ) -> None:
@@ -42,14 +44,22 @@ def check(
 
     With a fault between any two events: triggers in any order, for one rollout worker up to
     --rollouts, and as the schedule drives them, up to --driven. A violation is told by the
-    shortest way there, as a Mermaid sequence diagram. Exits with 1 if a property fails, a mutant
-    survives, or the states are too many.
+    shortest way there, as a Mermaid sequence diagram, and the first one by --test as a pytest file
+    that replays it on the real lifecycles. Exits with 1 if a property fails, a mutant survives, or
+    the states are too many.
     """
     names = schedules(states)
     if schedule is not None:
         names = [shell.chosen("--schedule", schedule, names)]
     specs = [load(name, states) for name in names]
-    ok = _mutate(specs, as_json) if mutate else _check(specs, rollouts, driven, fine, most, as_json)
+    if mutate:
+        ok = _mutate(specs, as_json)
+    else:
+        found = _check(specs, rollouts, driven, fine, most)
+        _print(found, as_json)
+        if test is not None:
+            write_test(test, [(f.system, f.verdict) for f in found], fine=fine, states=states)
+        ok = all(each.verdict.violation is None and not each.verdict.cut for each in found)
     if not ok:
         raise typer.Exit(1)
 
@@ -62,9 +72,7 @@ class _Found(NamedTuple):
     verdict: Verdict
 
 
-def _check(
-    specs: list[Spec], rollouts: int, driven: int, fine: bool, most: int, as_json: bool
-) -> bool:
+def _check(specs: list[Spec], rollouts: int, driven: int, fine: bool, most: int) -> list[_Found]:
     found: list[_Found] = []
     modes = {"any order": (explore, rollouts), "driven": (check_driven, driven)}
     with _progress() as bar:
@@ -80,11 +88,7 @@ def _check(
                     verdict = search(system, fine=fine, most=most, progress=tell)
                     bar.remove_task(task)
                     found.append(_Found(spec.name, mode, count, system, verdict))
-    if as_json:
-        shell.print_json([_row(each) for each in found])
-    else:
-        _print(found)
-    return all(each.verdict.violation is None and not each.verdict.cut for each in found)
+    return found
 
 
 def _row(found: _Found) -> dict[str, Any]:
@@ -92,7 +96,9 @@ def _row(found: _Found) -> dict[str, Any]:
     return {**about, **for_programs(found.verdict)}
 
 
-def _print(found: list[_Found]) -> None:
+def _print(found: list[_Found], as_json: bool) -> None:
+    if as_json:
+        return shell.print_json([_row(each) for each in found])
     table = Table("schedule", "mode", "workers", "states", "transitions", "seconds", "verdict")
     for name, mode, count, _, verdict in found:
         because = verdict.violation.because if verdict.violation else ""
@@ -103,8 +109,8 @@ def _print(found: list[_Found]) -> None:
     out.print(table)
     for each in found:
         if each.verdict.violation is not None:
-            out.print(sequence_diagram(each.system, each.verdict.violation))
-            break
+            return out.print(sequence_diagram(each.system, each.verdict.violation))
+    return None
 
 
 def _mutate(specs: list[Spec], as_json: bool) -> bool:

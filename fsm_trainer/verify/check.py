@@ -11,9 +11,11 @@ The guards alone must protect whoever embeds the machines: nothing is assumed ab
 from __future__ import annotations
 
 import ast
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from fsm_trainer.machine import events as on
 from fsm_trainer.machine.errors import Refused, SpecError
@@ -243,13 +245,29 @@ class Search:
         return codes
 
     def _fail(self, why: str, at: int, *last: Edge) -> None:
-        codes = list[Code]()
+        codes, code = list[Code](), self._order[at]
         while at > 0:
             codes.insert(0, self._order[at])
             at = self._came[at]
-        self._verdict.violation = Violation(
-            why, (*self._walk(codes), *(Step(e, None) for e in last))
-        )
+        steps = [*self._walk(codes)]
+        node = steps[-1].node if steps else None
+        names = self._places(code, node or Node(self._system.initial()))
+        told = partial(re.sub, r"[\w-]+", lambda word: names.get(word[0], word[0]))
+        steps += (Step(Edge(told(e.label), _renamed(e.event, names), e.fault), None) for e in last)
+        self._verdict.violation = Violation(told(why), tuple(steps))
+
+    def _places(self, code: Code, node: Node) -> dict[str, str]:
+        """Who in a run stands where a code, which forgets which twin is which, has a name."""
+        system, places = self._system, dict[str, str]()
+        for name, part in zip(system.names, code, strict=False):
+            places[name] = next(
+                other
+                for other in system.names
+                if other not in places.values()
+                and system.names[other] == system.names[name]
+                and self._canon.part_of(node, other) == part
+            )
+        return places
 
     def _walk(self, codes: list[Code]) -> Iterator[Step]:
         """Events of one concrete run through the codes: these forget which twin is which."""
@@ -288,6 +306,17 @@ class Search:
         ]
         if missing and self._verdict.violation is None:
             self._verdict.violation = Violation(f"sometimes: never {', '.join(missing)}")
+
+
+def _renamed(event: on.Event, names: Mapping[str, str]) -> on.Event:
+    match event:
+        case on.Done(effect=effect) | on.Failed(effect=effect):
+            return replace(event, effect=replace(effect, worker=names[effect.worker]))
+        case on.Begin(workers=workers) | on.Commit(workers=workers):
+            return replace(event, workers=tuple(names[name] for name in workers))
+        case on.Act(workers=workers) | on.Acted(workers=workers):
+            return replace(event, workers=tuple(names[name] for name in workers))
+    return replace(event, worker=names[event.worker])
 
 
 def somebody(system: System, world: World) -> bool:

@@ -24,7 +24,7 @@ from fsm_trainer.verify.properties import broken, wrong_step
 from fsm_trainer.verify.relation import Edge, Node, Relation
 
 # What the driver decides by itself, telling nobody: no event of the system.
-_THOUGHT = on.Act("", ())
+THOUGHT = on.Act("", ())
 # What the driver waits for: nothing, the phase's action, or the end of one that counts for nothing.
 IDLE, ACTS, FAILED = range(3)
 
@@ -84,7 +84,7 @@ class _Driven(Search):
         for turn in self._turns(state):
             _, event, fault = turn.edge
             world = turn.states[0].node.world
-            if event is not _THOUGHT and (
+            if event is not THOUGHT and (
                 why := wrong_step(self._properties, node.world, event, world)
             ):
                 return self._fail(why, at, turn.edge)
@@ -111,6 +111,7 @@ class _Driven(Search):
     def _walk(self, codes: list[Code]) -> Iterator[Step]:
         state = _State(Node(self._system.initial()), 0)
         for code in codes:
+            self._plans.clear()  # they name the twins of a decoded node, here these may stand apart
             ways = ((turn.edge, s) for turn in self._turns(state) for s in turn.states)
             edge, state = next((edge, s) for edge, s in ways if self._code(s) == code)
             yield Step(edge, state.node)
@@ -136,7 +137,7 @@ class _Driven(Search):
         elif state.waits == ACTS:
             yield self._passing(state)
         elif state.waits == FAILED:
-            again = Edge("the phase begins again", _THOUGHT)
+            again = Edge("the phase begins again", THOUGHT)
             yield _Turn(again, [state._replace(waits=IDLE)])
         else:
             yield from self._deciding(state, edges)
@@ -210,5 +211,5 @@ class _Driven(Search):
         places = [state.place + 1]
         if state.place == self._last:
             places.insert(0, self._first)
-        edge = Edge(f"passes {self._phases[state.place].name}", _THOUGHT)
+        edge = Edge(f"passes {self._phases[state.place].name}", THOUGHT)
         return _Turn(edge, [_State(state.node, place) for place in places], passes=True)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
+
 from fsm_trainer.machine import events as on
+from fsm_trainer.machine.errors import ConfigError
+from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.world import System
 from fsm_trainer.verify.check import Step, Verdict, Violation
+from fsm_trainer.verify.driven import THOUGHT
 
 
 def sequence_diagram(system: System, violation: Violation) -> str:
@@ -69,3 +78,57 @@ def for_programs(verdict: Verdict) -> dict[str, Any]:
         ]
         found["violations"] = [{"because": verdict.violation.because, "events": events}]
     return found
+
+
+def write_test(
+    file: Path, found: Iterable[tuple[System, Verdict]], *, fine: bool, states: Path | None
+) -> None:
+    """Write a pytest file that replays the first violation on the real `Lifecycle`.
+
+    It names ``states`` by the way from itself to them, so that a repository may hold both.
+
+    Raises:
+        ConfigError: no trace shows what fails, such as that something never happens.
+    """
+    for system, violation in ((system, verdict.violation) for system, verdict in found):
+        if violation is None:
+            continue
+        number, always = violation.number, system.spec.system.always
+        if not number.isdecimal() and number not in ("refused", "recoverable"):
+            remedy = "No trace shows that: fsm-train check itself is its test"
+            raise ConfigError(f"--test {file}: {violation.because}. {remedy}")
+        lines = [*_replayed(violation)]
+        if number == "recoverable":
+            lines.append(f'reaches("{violation.because.split()[2]}")')
+        source = (files("fsm_trainer.verify") / "templates" / "replay.py.jinja").read_text("utf-8")
+        text = Template(source, trim_blocks=True, keep_trailing_newline=True).render(
+            number=number,
+            holds=always.get(int(number)) if number.isdecimal() else None,
+            schedule=system.spec.name,
+            rollouts=[*system.names.values()].count(Role.ROLLOUT),
+            because=violation.because,
+            states=states and Path(os.path.relpath(states, file.parent)).as_posix(),
+            names=sorted(set(re.findall(r"\b[A-Z]\w+(?=[(.])", "".join(lines)))),
+            fine=fine,
+            lines=lines,
+        )
+        file.write_text(text, encoding="utf-8")
+        return
+
+
+def _replayed(violation: Violation) -> Iterator[str]:
+    late = frozenset[on.Effect]()
+    for step in violation.steps:
+        now = step.node.late if step.node else late
+        new, late = sorted(now - late, key=str), now
+        if step.edge.event != THOUGHT:
+            yield f"event({_call(step.edge.event)}{f', late={_call(new)}' if new else ''})"
+
+
+def _call(value: object) -> str:
+    """An event, or effects, as one would write them."""
+    told = re.sub(r"<Op\.(\w+): '\w+'>", r"Op.\1", repr(value))
+    told = re.sub(r"<\w+\.\w+: ('\w+')>", r"\1", told)
+    as_it_is = r", (epoch=0|version=None|lost=False|ok=True)\b"
+    places = r"\b(trigger|action|workers?|effect|op|resource|link)="
+    return re.sub(f"{as_it_is}|{places}", "", told).replace("'", '"')

@@ -19,7 +19,9 @@ from fsm_trainer.machine.world import System, World
 from fsm_trainer.verify.canon import Canon, Node
 from fsm_trainer.verify.check import Verdict, check
 from fsm_trainer.verify.driven import check_driven
-from fsm_trainer.verify.mutate import fates
+from fsm_trainer.verify.mutate import fates, mutants
+from fsm_trainer.verify.properties import wrong_step
+from fsm_trainer.verify.relation import Relation
 from tests.verify import plain
 
 STATES = Path(__file__).parents[2] / "states"
@@ -124,6 +126,23 @@ def test_a_violation_is_told_by_the_shortest_way(tmp_path: Path) -> None:
         "Begin",
         "Act",
     ]
+
+
+def test_the_last_event_names_the_twin_that_the_way_there_was_of() -> None:
+    """A code forgets which twin is which, and the last event was read from a code."""
+    spec = load("disaggregated")
+    weak = "rollout: disconnect from connected without `self.lease`"
+    [mutant] = [each for each in mutants(spec) if each.name == weak]
+    system = System.of(mutant.spec, 2)
+    violation = check(system, fine=False).violation
+    assert violation is not None
+    relation, node = Relation(system, fine=False), Node(system.initial())
+    for step in violation.steps[:-1]:
+        nodes = relation.after(node, step.edge.event)
+        node = next(after for after in nodes if after == step.node)
+    event = violation.steps[-1].edge.event
+    after = next(relation.after(node, event))
+    assert wrong_step(system, node.world, event, after.world) == violation.because
 
 
 def test_a_trap_is_a_violation(tmp_path: Path) -> None:

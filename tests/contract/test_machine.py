@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from fsm_trainer.engines.contract import Engine, Health, Request, Tag
 from fsm_trainer.groups.rendezvous import Rendezvous
-from fsm_trainer.machine.errors import ActionFailed, EngineFailed
+from fsm_trainer.machine.errors import ActionFailed, EngineFailed, Refused
 from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource
 from fsm_trainer.machine.spec import load
@@ -110,7 +110,7 @@ class Rollout:
     def health(self) -> Health | None:
         try:
             return self.host.engine.health()
-        except EngineFailed:
+        except (EngineFailed, Refused):
             return None  # killed, and nobody has started it again
 
     def weights(self) -> object:

@@ -21,9 +21,7 @@ from fsm_trainer.monitor.watch import Monitor, Violation
 @shell.command
 def monitor(
     stream: Annotated[Path, shell.argument("STREAM", "A file of JSON lines; - reads what comes.")],
-    names: Annotated[
-        Path, shell.option("--map", "FILE", "What the stream's names mean, a YAML file.")
-    ],
+    names: Annotated[Path, shell.option("--map", "FILE", "What the stream's names mean: YAML.")],
     schedule: shell.Schedule = None,
     deadline: Annotated[
         float, shell.option("--deadline", "SECONDS", "In which what has begun must end.", min=0)
@@ -39,12 +37,10 @@ def monitor(
     document = Document(names, ConfigError)
     known = document.parse(Map)
     spec = load(schedule or known.schedule, states)
-    for name, place in known.workers.items():
-        if place.role not in spec.roles:
-            problem = f"schedule {spec.name} has no {place.role}. It has {', '.join(spec.roles)}"
-            raise document.error(problem, "workers", name, "role")
-    system, world = known.compose(spec)
-    watch, read, out = Monitor(system, world, deadline), Stream(known), shell.console()
+    for name in (n for n, place in known.workers.items() if place.role not in spec.roles):
+        has = f"schedule {spec.name} has no such role. It has {', '.join(spec.roles)}"
+        raise document.error(has, "workers", name, "role")
+    watch, read, out = Monitor(*known.compose(spec), deadline), Stream(known), shell.console()
     found: list[Violation] = []
     try:
         with sys.stdin if str(stream) == "-" else stream.open(encoding="utf-8") as lines:

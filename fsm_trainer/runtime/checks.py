@@ -101,7 +101,7 @@ class Checks:
             problem = f"contradicts schedule {name}, in which the trainers {word}"
             remedy = "Remove the line, or choose another schedule."
             raise self.fail("train_offload", problem, remedy)
-        target = config.actor.offload.on(gpu=config.cluster.gpus > 0)
+        target = config.actor.offload.on("cuda" if config.cluster.gpus else "cpu")
         offload = f"on (target: {target})" if critic else "off"
         notes.append(f"{'critic' if critic else 'no critic'} ⇒ train offload: {offload}")
         return spec, notes

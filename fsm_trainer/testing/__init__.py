@@ -34,7 +34,7 @@ forgets to tell its machine, so nothing in it can notice; the kit sees what it h
 >>> run_state_machine_as_test(Broken, settings=quick)
 Traceback (most recent call last):
     ...
-fsm_trainer.testing.stateful.PropertyViolated: 1: actor is sleeping with ...
+fsm_trainer.testing.subject.PropertyViolated: 1: actor is sleeping with ...
 
 The error tells the shortest way there, too. What else is here:
 
@@ -69,13 +69,8 @@ from fsm_trainer.testing.fakes import (
     in_step,
 )
 from fsm_trainer.testing.model import Model, Step
-from fsm_trainer.testing.stateful import (
-    LifecycleMachine,
-    Order,
-    PeerAbsent,
-    PropertyViolated,
-    Subject,
-)
+from fsm_trainer.testing.stateful import LifecycleMachine
+from fsm_trainer.testing.subject import Order, PeerAbsent, PropertyViolated, Subject
 
 __all__ = [
     "FakeClock",

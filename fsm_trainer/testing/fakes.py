@@ -14,7 +14,7 @@ from fsm_trainer.machine.events import Effect, Op
 from fsm_trainer.machine.lifecycle import Lifecycle, Report, Resource
 from fsm_trainer.machine.names import Trigger
 from fsm_trainer.machine.world import System, World
-from fsm_trainer.testing.stateful import Order
+from fsm_trainer.testing.subject import Order
 
 
 class FakeClock:

@@ -31,7 +31,7 @@ from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.world import World
 from fsm_trainer.testing.fakes import LifecycleWorker, in_step
 from fsm_trainer.testing.leaks import Footprint, footprint
-from fsm_trainer.testing.stateful import Order
+from fsm_trainer.testing.subject import Order
 
 # Seconds that a process may take to start (torch is imported) on a busy machine.
 START = 60.0

@@ -30,7 +30,7 @@ from fsm_trainer.machine.lifecycle import Lifecycle
 from fsm_trainer.machine.planner import ready
 from fsm_trainer.machine.spec import load
 from fsm_trainer.machine.world import System, Worker, World
-from fsm_trainer.testing.stateful import PropertyViolated
+from fsm_trainer.testing.subject import PropertyViolated
 from fsm_trainer.verify.canon import Canon
 from fsm_trainer.verify.properties import broken, wrong_step
 from fsm_trainer.verify.relation import Node, Relation

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,72 +18,19 @@ from fsm_trainer.machine.planner import Move, plan
 from fsm_trainer.machine.spec import Phase
 from fsm_trainer.machine.world import System, World
 from fsm_trainer.testing.model import Model, Step
+from fsm_trainer.testing.subject import (
+    Meeting,
+    Order,
+    PeerAbsent,
+    PropertyViolated,
+    Subject,
+    started,
+)
 from fsm_trainer.verify.properties import broken
 from fsm_trainer.verify.relation import Node
 
 # Steps between deaths: where everybody dies at once little is seen.
 BETWEEN_DEATHS = 2
-
-
-class PropertyViolated(AssertionError):
-    """A worker does what the tables refuse, or refuses what they allow, or is not as they say.
-
-    Where a property of ``system.yaml`` fails, it begins with its number.
-    """
-
-
-class PeerAbsent(FsmError):
-    """Raised when a worker waits for another end of its step, which has failed."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a worker is asked to do, and what it is told with it."""
-
-    name: str
-    """A trigger, or an action."""
-    ends: tuple[str, ...]
-    """Who does it at the same time."""
-    link: str | None
-    """Of a joint one, and of ``sever``."""
-    epoch: int
-    """Of that link: the one that opens, or the worker's own."""
-    world: World
-    """How everybody stands; what isn't told by it, a worker can't know."""
-    meet: Callable[[], None]
-    """Waits until all ends have come here; raises `PeerAbsent` if one has failed before. Who does
-    an action alone says by it that it is at work."""
-
-
-class Subject(Protocol):
-    """One worker under test. A call that is refused, or fails, raises."""
-
-    def trigger(self, order: Order) -> None:
-        """Do a whole transition; of a joint one, this end's part of it."""
-
-    def act(self, order: Order) -> None:
-        """Do an action; of a joint one, this end's part of it."""
-
-    def holds(self) -> Collection[str]:
-        """The resources that it holds, measured where that is possible."""
-
-    def epochs(self) -> Mapping[str, int]:
-        """The links that it holds, each with its epoch."""
-
-    def weights(self) -> object:
-        """Something that is equal for equal weights; None if it has none that it would serve."""
-
-    def fail_next(self, what: str) -> bool:
-        """Have the next acquisition of a resource, or the next action of that name, fail.
-
-        False if that can't be arranged.
-        """
-
-    def stall(self, seconds: float) -> bool:
-        """Stand still for so long before its next link opens; False if that can't be arranged."""
-
-    def kill(self) -> None:
-        """End at once, as its process might; returns when nothing of it is left."""
 
 
 class LifecycleMachine(RuleBasedStateMachine):
@@ -411,58 +356,14 @@ class LifecycleMachine(RuleBasedStateMachine):
         self, step: Step, epoch: int, at: Mapping[str, Callable[[], None]] = MappingProxyType({})
     ) -> dict[str, BaseException | None]:
         """Have all ends do it at once; what each raised. Who is in ``at`` does that, not meet."""
-        meeting, futures = _Meeting(step.workers, self.deadline), {}
+        meeting, futures = Meeting(step.workers, self.deadline), {}
         for name in step.workers:
             meet = at.get(name) or partial(meeting.meet, name)
             order = Order(step.name, step.workers, step.joint, epoch, self.model.world, meet)
             worker = self.workers[name]
             does = worker.trigger if step.name in list(Trigger) else worker.act
-            futures[name] = _thread(partial(does, order), partial(meeting.leave, name))
+            futures[name] = started(partial(does, order), partial(meeting.leave, name))
         _, late = wait(futures.values(), self.deadline)
         hangs = [n for n, future in futures.items() if future in late and n not in meeting.waiting]
         self._must(not late, f"{step}: {hangs} did not come back within {self.deadline} s")
         return {name: future.exception() for name, future in futures.items()}
-
-
-class _Meeting:
-    """Where the ends of one step wait for each other, as often as they like."""
-
-    def __init__(self, names: Iterable[str], deadline: float) -> None:
-        self._visits, self._deadline = dict.fromkeys(names, 0), deadline
-        self._left, self.waiting = set[str](), set[str]()
-        self._changed = threading.Condition()
-
-    def meet(self, name: str) -> None:
-        with self._changed:
-            self._visits[name] += 1
-            turn = self._visits[name]
-            self._changed.notify_all()
-            here = lambda n: self._visits[n] >= turn or n in self._left  # noqa: E731
-            self.waiting.add(name)
-            if self._changed.wait_for(lambda: all(map(here, self._visits)), self._deadline):
-                self.waiting.remove(name)
-            absent = [n for n, visits in self._visits.items() if visits < turn]
-        if absent:
-            raise PeerAbsent(f"{name} waited for {', '.join(absent)}, which failed or hangs")
-
-    def leave(self, name: str) -> None:
-        with self._changed:
-            self._left.add(name)
-            self._changed.notify_all()
-
-
-def _thread(does: Callable[[], None], then: Callable[[], None]) -> Future[None]:
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            does()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        finally:
-            then()
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

@@ -44,9 +44,9 @@ class OffloadConfig(BaseModel, extra="forbid", frozen=True):
     """``disk``: files in the role's scratch folder; ``host``: host memory, pinned on a GPU. Null:
     ``host`` on a GPU, else ``disk``."""
 
-    def on(self, gpu: bool) -> Target:
-        """Where they go on such a device: from a GPU to disk a sleep takes minutes."""
-        return self.target or ("host" if gpu else "disk")
+    def on(self, device: str) -> Target:
+        """Where they go from ``cuda`` or ``cpu``: from a GPU to disk a sleep takes minutes."""
+        return self.target or ("host" if device == "cuda" else "disk")
 
 
 class TrainerConfig(BaseModel, extra="forbid", frozen=True):

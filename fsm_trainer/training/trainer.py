@@ -75,8 +75,7 @@ class ModelTrainer:
         self._planned = self._configured = config.learning_rate, config.schedule, total_steps
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._groups = TrainingGroups(store, role, rank, world_size, config.timeout, backend)
-        target = config.offload.on(gpu=self.device.type == "cuda")
-        self._bank = Bank(target, scratch, self._name)
+        self._bank = Bank(config.offload.on(self.device.type), scratch, self._name)
         self._checkpoint: Path | None = None
         self._module: Any = None
         self._engine: ZeroEngine | None = None

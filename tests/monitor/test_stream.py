@@ -179,7 +179,7 @@ MISTAKES = {
         "",
         MAP.replace("rollout,", "engine,"),
         2,
-        "map.yaml:5: schedule disaggregated has no engine",
+        "map.yaml:5: schedule disaggregated has no such role",
     ),
     "a field of a rule": ("", MAP.replace("match: {what: beat}", "when: {}"), 2, "map.yaml:11"),
     "a schedule": ("", MAP.replace("disaggregated", "together"), 2, "no schedule 'together'"),

@@ -29,9 +29,6 @@ from fsm_trainer.testing.subject import (
 from fsm_trainer.verify.properties import broken
 from fsm_trainer.verify.relation import Node
 
-# Steps between deaths: where everybody dies at once little is seen.
-BETWEEN_DEATHS = 2
-
 
 class LifecycleMachine(RuleBasedStateMachine):
     """Drives workers through triggers, actions and faults, in any order, against a plain model.
@@ -46,6 +43,8 @@ class LifecycleMachine(RuleBasedStateMachine):
     """What a worker raises for a request that is illegal now."""
     deadline: ClassVar[float] = 60.0
     """Seconds that all ends may take for a step; more is a hang."""
+    between_deaths: ClassVar[int] = 2
+    """Steps between deaths, at least: where everybody dies at once little is seen."""
     stalls: ClassVar[float] = 0.0
     """Seconds that a worker stands still for while others connect to it; longer than they wait."""
     _plans: ClassVar[dict[tuple[str, World], tuple[Move, ...]]]
@@ -172,7 +171,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             if self.workers[name].stall(self.stalls):
                 self.run(step, failed=name)
 
-    @precondition(lambda self: len(self.story) >= self._died_at + BETWEEN_DEATHS)
+    @precondition(lambda self: len(self.story) >= self._died_at + self.between_deaths)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
         """A worker's process ends, and another takes its place."""
@@ -183,7 +182,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.model.died(name)
         self.workers[name] = self.make_worker(name)
 
-    @precondition(lambda self: len(self.story) >= self._died_at + BETWEEN_DEATHS)
+    @precondition(lambda self: len(self.story) >= self._died_at + self.between_deaths)
     @rule(data=st.data())
     def die_within(self, data: st.DataObject) -> None:
         """A worker's process ends when the ends of its step have released, and wait for it."""
@@ -292,13 +291,15 @@ class LifecycleMachine(RuleBasedStateMachine):
             self.model.acted(step, ok=lost is None)
         if dies is not None and dead:
             self.model.died(dies)
+        if step.joint and failed and step.name not in list(Trigger):
+            # What was cut off may have ended its group, at some ends at once.
+            self._close(step.joint)
+            return
         self.properties_hold()
         self._compare(step)
-        if step.joint and failed and step.name not in list(Trigger):
-            self._close(step.joint)
 
     def _close(self, link: str) -> None:
-        """Leave a link: what was cut off on it may have ended its group."""
+        """Leave a link, all together."""
         for step in self.model.triggers():
             if step.joint == link and step.name == Trigger.DISCONNECT:
                 self.run(step)

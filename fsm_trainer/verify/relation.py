@@ -103,29 +103,33 @@ class Relation:
             if len(under_way) > 1:
                 yield Node(world, late | under_way)
 
-    def alone(self, node: Node, event: on.Event) -> str:
-        """Who an event concerns alone: what comes of it depends on that worker and on the links.
+    def subject(self, node: Node, event: on.Event) -> tuple[str, bool]:
+        """Whom an event is about, if one worker, and whether it concerns that one alone.
 
-        Empty where others may matter, or may be changed; to begin an action, their versions do.
+        Then what comes of it depends on that worker and on the links. Else it depends on all who
+        move, may change them, and reads epochs, memberships and versions of who doesn't.
         """
         system = self.system
         match event:
             case on.Begin(trigger=trigger, workers=(name,)):
                 edge = system.table(name).edge(trigger, system.get(node.world, name).state)
-                return name if edge is not None and edge.joint is None else ""
+                return ("", False) if edge is None or edge.joint is not None else (name, True)
             case on.Acted(action=action, workers=(name,)):
-                return name if system.table(name).actions[action].joint is None else ""
-            case on.Done(effect=effect) | on.Failed(effect=effect):
-                name = effect.worker
-                linked = effect.resource in system.links
-            case on.Undo(worker=name) | on.Confirmed(worker=name) | on.Joined(worker=name):
+                joint = system.table(name).actions[action].joint is not None
+                return ("", False) if joint else (name, True)
+            case on.Done(effect=effect):
+                return effect.worker, effect.resource not in system.links
+            case on.Failed(effect=effect):
+                name, linked = effect.worker, effect.resource in system.links
+            case on.Undo(worker=name) | on.Commit(workers=(name,)):
                 linked = False
+            case on.Confirmed(worker=name) | on.Joined(worker=name) | on.Sever(worker=name):
+                return name, True
             case on.Died(worker=name):
                 linked = any(name in link.members for link in node.world.links)
             case _:
-                return ""
-        joint = legal.joint_of(system, node.world, name) is not None
-        return "" if linked or joint else name
+                return "", False
+        return name, not linked and legal.joint_of(system, node.world, name) is None
 
     def _run(self, world: World, event: on.Begin) -> World:
         [name] = event.workers

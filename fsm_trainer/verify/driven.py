@@ -15,7 +15,7 @@ from fsm_trainer.machine import events as on
 from fsm_trainer.machine import legal
 from fsm_trainer.machine.errors import Refused
 from fsm_trainer.machine.names import Role, Trigger
-from fsm_trainer.machine.planner import Move, actors_of, plan, ready
+from fsm_trainer.machine.planner import Move, actors_of, apply, plan, ready
 from fsm_trainer.machine.spec import Phase
 from fsm_trainer.machine.world import System, World
 from fsm_trainer.verify.canon import Canon, Code
@@ -78,6 +78,7 @@ class _Driven(Search):
         self._phases: list[Phase] = [phases[name] for name in names]
         self._first, self._last = len(schedule.prologue), len(schedule.prologue) + len(steps) - 1
         self._plans: dict[object, tuple[str, set[_Place]] | None] = {}
+        self._tried: dict[object, World | Refused] = {}
         self._passed = set[int]()
         return self._code(_State(Node(self._system.initial()), 0))
 
@@ -229,7 +230,7 @@ class _Driven(Search):
         key = (frozenset(stands.values()), code[len(stands) :], state.place)
         if key not in self._plans:
             try:
-                move = plan(system, state.node.world, phase)[0]
+                move = plan(system, state.node.world, phase, self._applied)[0]
             except Refused:
                 self._plans[key] = None
             else:
@@ -237,6 +238,19 @@ class _Driven(Search):
         if (planned := self._plans[key]) is None:
             return None
         return Move(planned[0], tuple(n for n in system.names if stands[n] in planned[1]))
+
+    def _applied(self, system: System, world: World, move: Move) -> World:
+        """As `apply`: what one plan has tried, the next ones try again."""
+        key = (*system.names,), world, move
+        if key not in self._tried:
+            try:
+                self._tried[key] = apply(system, world, move)
+            except Refused as refused:
+                self._tried[key] = refused
+        found = self._tried[key]
+        if isinstance(found, Refused):
+            raise found
+        return found
 
     def _acting(self, state: _State, phase: Phase) -> _Turn:
         action = phase.action or ""

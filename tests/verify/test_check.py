@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fsm_trainer.cli.main import app
 from fsm_trainer.machine.errors import SpecError
 from fsm_trainer.machine.names import Role, State
-from fsm_trainer.machine.planner import Move, apply, plan, ready
+from fsm_trainer.machine.planner import Apply, Move, apply, plan, ready
 from fsm_trainer.machine.spec import Phase, load, schedules
 from fsm_trainer.machine.world import System, World
 from fsm_trainer.verify.canon import Canon, Node
@@ -181,7 +181,7 @@ def test_a_phase_that_can_not_run_is_where_the_driver_is_stuck(tmp_path: Path) -
 def test_a_driver_that_goes_in_circles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that takes a link apart and puts it together again passes nothing."""
 
-    def undecided(system: System, world: World, phase: Phase) -> tuple[Move, ...]:
+    def undecided(system: System, world: World, phase: Phase, _: Apply) -> tuple[Move, ...]:
         connected = system.get(world, "rollout-0").state == State.CONNECTED
         if system.get(world, "actor").state == State.CONNECTED and phase.name == "policy":
             raise AssertionError("policy can run where the actor is connected")

@@ -66,7 +66,7 @@ def check_driven(
 ) -> Verdict:
     """Visit every state; stops at the first violation, and where the driver would be stuck."""
     refuse_counting(system)
-    relation = Relation(system, fine=fine)
+    relation = Relation(system, fine=fine, begins=False)
     return _Driven(system, system, relation, Canon(system), most, progress).run()
 
 
@@ -79,7 +79,7 @@ class _Driven(Search):
         self._first, self._last = len(schedule.prologue), len(schedule.prologue) + len(steps) - 1
         self._plans: dict[object, tuple[str, set[_Place]] | None] = {}
         self._tried: dict[object, World | Refused] = {}
-        self._passed = set[int]()
+        self._passed, self._sound = set[int](), set[Code]()
         return self._code(_State(Node(self._system.initial()), 0))
 
     def _code(self, state: _State) -> Code:
@@ -90,8 +90,10 @@ class _Driven(Search):
 
     def _visit(self, at: int) -> None:
         code, state, alive = self._order[at], self._state(self._order[at]), False
-        if why := broken(self._properties, state.node):
-            return self._fail(why, at)
+        if code[:-2] not in self._sound:
+            if why := broken(self._properties, state.node):
+                return self._fail(why, at)
+            self._sound.add(code[:-2])
         for turn in self._turns(state):
             edge, drivers, passes = turn
             try:
@@ -144,8 +146,7 @@ class _Driven(Search):
     def _turns(self, state: _State) -> Iterator[_Turn]:
         if not self._running(state):
             return
-        waiting = self._waiting(state.node)
-        edges = [e for e in self._relation.edges(state.node) if waiting.isdisjoint(_about(e.event))]
+        edges = [*self._relation.edges(state.node, self._waiting(state.node))]
         yield from self._faults(state, edges)
         moving = any(worker.move is not None for worker in state.node.world.workers)
         if moving or state.node.late:

@@ -22,6 +22,7 @@ ORDER = ("sleep", "disconnect", "start", "wake", "connect", "push", "stop")
 
 
 Apply = Callable[[System, World, "Move"], World]
+"""As :func:`apply`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def _search(system: System, start: World, phase: Phase, apply: Apply) -> tuple[M
     if ready(system, start, phase):
         return ()
     seen, todo = {position(start)}, [(start, tuple[Move, ...]())]
-    for world, way in todo:
+    for world, way in todo:  # which grows meanwhile
         for move in _moves(system, world):
             try:
                 after = apply(system, world, move)

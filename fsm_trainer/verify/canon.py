@@ -70,7 +70,10 @@ class Canon:
         return self._part_of(node, name, self._newest(node.world))
 
     def seen(self, code: Code) -> Code:
-        """What an event of one worker can see of each: of who stands still, its ties only."""
+        """What an event of one worker sees of all: who moves as a whole, else only its ties.
+
+        A tie is the epochs that a worker holds and the links that it is a member of.
+        """
         ties = self._ties
         return tuple([ties[part] for part in code[: self._size]])
 
@@ -79,7 +82,7 @@ class Canon:
         return [i for i, part in enumerate(code[: self._size]) if self._ties[part] < 0]
 
     def change(self, code: Code, places: Code) -> Change:
-        """What an event changed of a node of that code."""
+        """What is different in a node of that code afterwards."""
         both = enumerate(zip(code, places, strict=True))
         return tuple([(i, now) for i, (was, now) in both if was != now])
 

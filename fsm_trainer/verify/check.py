@@ -215,7 +215,10 @@ class Search:
                 happened.add((system.names[event.worker], type(event).__name__))
 
     def _after(self, code: Code, node: Node, event: on.Event) -> list[Code]:
-        """The codes after an event; looked up where what it depends on was met before."""
+        """The codes after an event; what it changes is looked up where it was met before.
+
+        Met before is: the same event, part and links, and if others matter, what it sees of them.
+        """
         system, canon, key = self._system, self._canon, None
         name, alone = self._relation.subject(node, event)
         if name:
@@ -264,7 +267,7 @@ class Search:
     def _recoverable(self, good: Callable[[int], bool], why: str) -> None:
         """From every state in which somebody is left, a good one can be reached again.
 
-        Who leads to a good one isn't asked whether it is one.
+        What leads to a good one needn't be asked whether it is one.
         """
         reached = bytearray(len(self._order))
         for at in range(len(self._order)):

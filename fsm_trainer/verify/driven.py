@@ -4,6 +4,17 @@ The driver is told here as the tables see it: it severs what is broken, buries t
 next move to what the phase wants, runs the phase's action, and goes back to the first phase of a
 step when a trainer dies. Each phase must be passed again and again, so that nothing is stuck and
 nothing goes in circles.
+
+Where several workers are busy and none of them needs another, one goes first and the others wait
+for their turn: rollout workers before trainers, and while one of them goes, all others of them
+wait, with what may fail in them. The order makes no difference to what comes of it. An effect of a
+worker's own move, and the end of its own action, change that worker alone. Who falls from a joint
+move releases and acquires nothing; its link is broken already, so that to fall again changes
+nothing, and the last one to release the link closes it, whichever that is. A death breaks a link,
+or resets the phase, as well afterwards as before. The driver decides nothing while anybody is busy.
+So what was put off can still happen, and leads to the same: the driver comes to decide in the same
+states, which the tests compare with those of every order. Only that two of them are half-way at
+once is not visited here; `check` does, in any order.
 """
 
 from __future__ import annotations
@@ -36,8 +47,8 @@ _THOUGHT = on.Act("", ())
 # What the driver waits for: nothing, the phase's action, or the end of one that counts for nothing.
 IDLE, ACTS, FAILED = range(3)
 
-
-_Place = tuple[Role, int]
+_Position = tuple[Role, int]
+"""Where a worker stands, whatever its name: its role, and the code of its part."""
 
 
 class _State(NamedTuple):
@@ -77,7 +88,7 @@ class _Driven(Search):
         names = [*schedule.prologue, *steps, *schedule.epilogue]
         self._phases: list[Phase] = [phases[name] for name in names]
         self._first, self._last = len(schedule.prologue), len(schedule.prologue) + len(steps) - 1
-        self._plans: dict[object, tuple[str, set[_Place]] | None] = {}
+        self._plans: dict[object, tuple[str, set[_Position]] | None] = {}
         self._tried: dict[object, World | Refused] = {}
         self._passed, self._sound = set[int](), set[Code]()
         return self._code(_State(Node(self._system.initial()), 0))
@@ -133,8 +144,9 @@ class _Driven(Search):
 
     def _led(self, state: _State, turn: _Turn) -> Iterator[_State]:
         event, nodes = turn.edge.event, [state.node]
-        for node in nodes if event is _THOUGHT else self._relation.after(state.node, event):
-            yield from (_State(node, *driver) for driver in turn.drivers)
+        if event is not _THOUGHT:
+            nodes = [*self._relation.after(state.node, event)]
+        return (_State(node, *driver) for node in nodes for driver in turn.drivers)
 
     def _judge(self) -> None:
         self._recoverable(self._passed.__contains__, "livelock: the phase is never passed again")
@@ -162,14 +174,12 @@ class _Driven(Search):
             yield from self._deciding(state, edges)
 
     def _waiting(self, node: Node) -> set[str]:
-        """Who waits for its turn, where several are busy and none of them needs another.
-
-        One stands for every order of them; see the module.
-        """
+        """Who waits for its turn, where several are busy and none needs another: see the module."""
         system, world = self._system, node.world
         moving = [n for n in system.names if system.get(world, n).move is not None]
         busy = moving or [n for n in system.names if system.get(world, n).jobs]
-        if not busy or any(self._together(world, name) for name in busy):
+        shared = system.spec.schedule.devices[Role.ROLLOUT] != "own"
+        if shared or not busy or any(self._together(world, name) for name in busy):
             return set()
         first = min(busy, key=lambda name: self._position(node, name))
         rollouts = {n for n, role in system.names.items() if role is Role.ROLLOUT}

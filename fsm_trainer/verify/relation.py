@@ -112,10 +112,10 @@ class Relation:
                 yield Node(world, late | under_way)
 
     def subject(self, node: Node, event: on.Event) -> tuple[str, bool]:
-        """Whom an event is about, if one worker, and whether it concerns that one alone.
+        """Whom an event is about, if that is one worker, and whether it concerns nobody else.
 
         Then what comes of it depends on that worker and on the links. Else it depends on all who
-        move, may change them, and reads epochs, memberships and versions of who doesn't.
+        move, too, and may change them; of who stands still it reads epochs and memberships only.
         """
         system = self.system
         match event:
@@ -227,8 +227,8 @@ class Relation:
                     yield Edge(f"{name}: sever", on.Sever(name, link))
 
     def _own(self, name: str, worker: Worker) -> Iterator[_Choice]:
-        table, still = self.system.table(name), worker.live and worker.move is None
-        still = still and self._begins
+        table = self.system.table(name)
+        still = self._begins and worker.live and worker.move is None
         moves: list[Transition] = [e for e in table.transitions if e.source == worker.state]
         for move in moves if still else ():
             if move.joint is None:

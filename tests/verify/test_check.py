@@ -190,7 +190,7 @@ def decisions(search: _Driven) -> set[object]:
     """Where the driver decides something, whichever code that has, or place a rollout worker."""
     found = set[object]()
     for code in search._order:
-        node, *driver = search._state(code)
+        node, *_ = search._state(code)
         system, world = search._system, node.world
         busy = any(w.move or w.jobs or w.undead for w in world.workers)
         wrong = any(isinstance(e.event, on.Sever) for e in search._relation.edges(node))

@@ -26,7 +26,7 @@ def check(
     rollouts: shell.Rollouts = 2,
     driven: Annotated[
         int, shell.option("--driven", "N", "Up to how many, as the schedule drives them.", min=0)
-    ] = 2,
+    ] = 3,
     fine: Annotated[
         bool, shell.option("--fine", None, "Let other things happen between any two effects.")
     ] = False,

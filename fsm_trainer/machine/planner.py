@@ -6,8 +6,7 @@ the number of rollout workers. ``push`` is a move that it may plan; ``sever`` an
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fsm_trainer.machine import events as on
@@ -20,6 +19,10 @@ from fsm_trainer.machine.world import System, World
 
 ORDER = ("sleep", "disconnect", "start", "wake", "connect", "push", "stop")
 """Ties between ways of equal length are broken in this order: what frees devices goes first."""
+
+
+Apply = Callable[[System, World, "Move"], World]
+"""As :func:`apply`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,16 @@ def ready(system: System, world: World, phase: Phase) -> bool:
     return next(unmet(system, world, phase), None) is None
 
 
-def plan(system: System, world: World, phase: Phase) -> tuple[Move, ...]:
+def plan(system: System, world: World, phase: Phase, apply: Apply = apply) -> tuple[Move, ...]:
     """The shortest sequence of moves after which the phase can run.
+
+    Who plans again and again gives an ``apply`` that remembers.
 
     Raises:
         Refused: no legal sequence leads there.
     """
     few = Few(system, world)
-    return tuple(few.expanded(move) for move in _search(few.system, few.world, phase))
+    return tuple(few.expanded(move) for move in _search(few.system, few.world, phase, apply))
 
 
 class Few:
@@ -104,9 +109,8 @@ class Few:
         self._classes = {names[0]: names for names in _classes(system, world)}
         roles = {n: role for n, role in system.names.items() if n in self._classes}
         self.system = System(system.spec, roles, system.scope, system.sizes, system.capacity)
-        workers = tuple(system.get(world, name) for name in roles)
         links = tuple(k._replace(members=k.members.intersection(roles)) for k in world.links)
-        self.world = World(workers, links, world.lineage)
+        self.world = World(tuple(system.get(world, name) for name in roles), links, world.lineage)
 
     def expanded(self, move: Move) -> Move:
         """The move of all for whom its workers stand."""
@@ -124,19 +128,20 @@ def _classes(system: System, world: World) -> list[tuple[str, ...]]:
     return [tuple(names) for names in classes.values()]
 
 
-def _search(system: System, start: World, phase: Phase) -> tuple[Move, ...]:
-    seen, todo = {position(start)}, deque([(start, tuple[Move, ...]())])
-    while todo:
-        world, way = todo.popleft()
-        if ready(system, world, phase):
-            return way
+def _search(system: System, start: World, phase: Phase, apply: Apply) -> tuple[Move, ...]:
+    if ready(system, start, phase):
+        return ()
+    seen, todo = {position(start)}, [(start, tuple[Move, ...]())]
+    for world, way in todo:  # which grows meanwhile
         for move in _moves(system, world):
             try:
                 after = apply(system, world, move)
             except Refused:
                 continue
-            if position(after) not in seen:
-                seen.add(position(after))
+            if (here := position(after)) not in seen:
+                if ready(system, after, phase):
+                    return (*way, move)
+                seen.add(here)
                 todo.append((after, (*way, move)))
     because = [*unmet(system, start, phase)]
     raise Refused("the planner", "stuck", phase.name, because, "no sequence of moves leads there")

@@ -17,6 +17,8 @@ from fsm_trainer.machine.world import Link, System, Worker, World
 from fsm_trainer.verify.relation import Node
 
 Code = tuple[int, ...]
+Change = tuple[tuple[int, int], ...]
+"""Places of a code, and what stands there afterwards."""
 OLD, CURRENT = 1, 2
 # Of two numbers that are further apart nobody can tell how far.
 AGE = 2
@@ -38,6 +40,8 @@ class Canon:
         self.parts: list[Part] = []
         self._ids: dict[Part, int] = {}
         self._known: dict[object, int] = {}
+        self._ties: list[int] = []
+        self._tie_ids: dict[object, int] = {}
         self._links: list[Link] = []
         self._link_ids: dict[Link, int] = {}
         roles = [*system.names.values()]
@@ -48,15 +52,39 @@ class Canon:
 
     def encode(self, node: Node) -> Code:
         """The code of a node."""
+        return self._sorted([*self.places(node)])
+
+    def places(self, node: Node) -> Code:
+        """Like its code, the workers in the system's order."""
         newest = self._newest(node.world)
         codes = [self._part_of(node, name, newest) for name in self._system.names]
-        codes[self._several] = sorted(codes[self._several])
         links = [self._link(link) for link in node.world.links]
         return (*codes, *links, 1 if node.world.lineage else 0)
+
+    def _sorted(self, codes: list[int]) -> Code:
+        codes[self._several] = sorted(codes[self._several])
+        return tuple(codes)
 
     def part_of(self, node: Node, name: str) -> int:
         """The code of one worker's share."""
         return self._part_of(node, name, self._newest(node.world))
+
+    def seen(self, code: Code) -> Code:
+        """What an event of one worker sees of all: who moves as a whole, else only its ties.
+
+        A tie is the epochs that a worker holds and the links that it is a member of.
+        """
+        ties = self._ties
+        return tuple([ties[part] for part in code[: self._size]])
+
+    def moving(self, code: Code) -> list[int]:
+        """The places of whom `seen` tells all."""
+        return [i for i, part in enumerate(code[: self._size]) if self._ties[part] < 0]
+
+    def change(self, code: Code, places: Code) -> Change:
+        """What is different in a node of that code afterwards."""
+        both = enumerate(zip(code, places, strict=True))
+        return tuple([(i, now) for i, (was, now) in both if was != now])
 
     def _newest(self, world: World) -> int:
         versions = [w.version for w in world.workers if w.version is not None]
@@ -74,12 +102,12 @@ class Canon:
             code = self._known[key] = self._part(worker, member, own, now, newest, world)
         return code
 
-    def replaced(self, code: Code, place: int, part: int) -> Code:
-        """The code with another part of one worker."""
+    def replaced(self, code: Code, change: Change) -> Code:
+        """The code with other parts of some workers, and other links."""
         codes = [*code]
-        codes[place] = part
-        codes[self._several] = sorted(codes[self._several])
-        return tuple(codes)
+        for place, part in change:
+            codes[place] = part
+        return self._sorted(codes)
 
     def decode(self, code: Code) -> Node:
         """A node of that code."""
@@ -122,8 +150,15 @@ class Canon:
         part = Part(settled, member, tuple(sorted(effects, key=str)))
         if part not in self._ids:
             self._ids[part] = len(self.parts)
+            self._ties.append(self._tie(part, ~len(self.parts)))
             self.parts.append(part)
         return self._ids[part]
+
+    def _tie(self, part: Part, whole: int) -> int:
+        worker = part.worker
+        if worker.move is not None:
+            return whole
+        return self._tie_ids.setdefault((worker.epochs, part.member), len(self._tie_ids))
 
     def _link(self, link: Link) -> int:
         here = Link(link.state, CURRENT if link.epoch else 0)

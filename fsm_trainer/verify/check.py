@@ -21,9 +21,10 @@ from fsm_trainer.machine import events as on
 from fsm_trainer.machine.errors import Refused, SpecError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.planner import ready
+from fsm_trainer.machine.spec import Phase
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, World
-from fsm_trainer.verify.canon import CURRENT, Canon, Code
+from fsm_trainer.verify.canon import CURRENT, Canon, Change, Code
 from fsm_trainer.verify.properties import broken, wrong_step
 from fsm_trainer.verify.relation import Edge, Node, Relation
 
@@ -133,8 +134,7 @@ class Search:
         self._index: dict[Code, int] = {}
         self._came: list[int] = []
         self._back: list[list[int]] = []
-        self._local: dict[object, int] = {}
-        self._good = {name: list[int]() for name in system.spec.phases}
+        self._known: dict[object, list[Change]] = {}
         self._verdict = Verdict()
 
     def run(self) -> Verdict:
@@ -160,7 +160,8 @@ class Search:
 
     def _judge(self) -> None:
         """What can be asked only when every state is known."""
-        for name, good in self._good.items():
+        for name, phase in self._system.spec.phases.items():
+            good = partial(self._ready, phase)
             self._recoverable(good, f"recoverable: phase {name} is out of reach")
         self._sometimes(expected(self._properties))
 
@@ -173,15 +174,10 @@ class Search:
         return there
 
     def _visit(self, at: int) -> None:
-        system, relation = self._system, self._relation
         node, alive = self._canon.decode(self._order[at]), False
         if why := broken(self._properties, node):
             return self._fail(why, at)
-        if not node.late:
-            for name, phase in system.spec.phases.items():
-                if ready(system, node.world, phase):
-                    self._good[name].append(at)
-        for edge in relation.edges(node):
+        for edge in self._relation.edges(node):
             label, event, fault = edge
             try:
                 codes = self._after(self._order[at], node, event)
@@ -220,29 +216,29 @@ class Search:
                 happened.add((system.names[event.worker], type(event).__name__))
 
     def _after(self, code: Code, node: Node, event: on.Event) -> list[Code]:
-        """The codes after an event; what concerns one worker alone is looked up, once known."""
-        system, canon = self._system, self._canon
-        name = self._relation.alone(node, event)
-        place, newest, key = 0, 0, None
-        if name and not node.late:
-            place = system.index[name]
-            newest = sum(w.version == NEWEST for w in node.world.workers)
-            key = (event, code[place], code[len(system.names) :], newest > 1)
-            part = self._local.get(key)
-            if part is not None:
-                return [canon.replaced(code, place, part)]
+        """The codes after an event; what it changes is looked up where it was met before.
+
+        Met before is: the same event, part and links, and if others matter, what it sees of them.
+        """
+        system, canon, key = self._system, self._canon, None
+        name, alone = self._relation.subject(node, event)
+        if name:
+            place, size = system.index[name], len(system.names)
+            several = sum(w.version == NEWEST for w in node.world.workers) > 1
+            others = () if alone else canon.seen(code)
+            key = (event, code[place], code[size:], several, others)
+            if (known := self._known.get(key)) is not None:
+                return [canon.replaced(code, change) for change in known]
         successors = [*self._relation.after(node, event)]
         if why := wrong_step(self._properties, node.world, event, successors[0].world):
             raise Unsafe(why)
-        codes = [canon.encode(successor) for successor in successors]
-        if key is not None and len(codes) == 1:
-            before, after = node.world, successors[0].world
-            was, now = (system.get(world, name).version for world in (before, after))
-            # Else the ages of the others' versions may change.
-            same = was == now or (now is None and (was != NEWEST or newest > 1))
-            if same and before.lineage == after.lineage and before.links == after.links:
-                self._local[key] = canon.part_of(successors[0], name)
-        return codes
+        codes = [canon.places(successor) for successor in successors]
+        if key is not None and _ages_stand(node.world, successors[0].world, several):
+            changes = [canon.change(code, after) for after in codes]
+            told = {place} if alone else {place, *range(size, len(code)), *canon.moving(code)}
+            if all(i in told for change in changes for i, _ in change):
+                self._known[key] = changes
+        return [canon.replaced(after, ()) for after in codes]
 
     def _fail(self, why: str, at: int, *last: Edge) -> None:
         codes, code = list[Code](), self._order[at]
@@ -281,16 +277,23 @@ class Search:
             edge, node = next((e, n) for e, n in ways if self._canon.encode(n) == code)
             yield Step(edge, node)
 
-    def _recoverable(self, good: Iterable[int], why: str) -> None:
-        """From every state in which somebody is left, a good one can be reached again."""
-        reached, walk = bytearray(len(self._order)), list(good)
-        for at in walk:
-            reached[at] = 1
-        while walk:
-            for before in self._back[walk.pop()]:
-                if not reached[before]:
-                    reached[before] = 1
-                    walk.append(before)
+    def _ready(self, phase: Phase, at: int) -> bool:
+        node = self._canon.decode(self._order[at])
+        return not node.late and ready(self._system, node.world, phase)
+
+    def _recoverable(self, good: Callable[[int], bool], why: str) -> None:
+        """From every state in which somebody is left, a good one can be reached again.
+
+        What leads to a good one needn't be asked whether it is one.
+        """
+        reached = bytearray(len(self._order))
+        for at in range(len(self._order)):
+            walk = [] if reached[at] or not good(at) else [at]
+            while walk:
+                here = walk.pop()
+                if not reached[here]:
+                    reached[here] = 1
+                    walk += self._back[here]
         for at, code in enumerate(self._order):
             if not reached[at] and self._verdict.violation is None and self._goes_on(code):
                 self._fail(why, at)
@@ -317,6 +320,19 @@ def _renamed(event: on.Event, names: Mapping[str, str]) -> on.Event:
         case on.Act(workers=workers) | on.Acted(workers=workers):
             return replace(event, workers=tuple(names[name] for name in workers))
     return replace(event, worker=names[event.worker])
+
+
+def _ages_stand(before: World, after: World, several: bool) -> bool:
+    """Whether the newest version stays the newest, ``several`` having it, and the lineage.
+
+    Else the ages of all versions may change, of workers, too, whom an event doesn't concern.
+    """
+    both = zip(before.workers, after.workers, strict=True)
+    kept = (
+        now.version == was.version or (now.version is None and (was.version != NEWEST or several))
+        for was, now in both
+    )
+    return before.lineage == after.lineage and all(kept)
 
 
 def somebody(system: System, world: World) -> bool:

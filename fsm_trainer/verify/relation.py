@@ -7,7 +7,7 @@ and clipped age (see `canon`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 from fsm_trainer.machine import events as on
@@ -50,20 +50,28 @@ class Relation:
     ``fine`` lets other things happen between any two effects of a worker's own move; otherwise it
     runs to its end at once. ``jobs`` bounds the actions that a worker has in flight. When
     ``symmetric``, the first of several workers in equal positions stands for all in what each does
-    alone: the others lead to the same positions.
+    alone: the others lead to the same positions. Without ``begins`` nobody begins anything: for a
+    driver, who does.
     """
 
     def __init__(
-        self, system: System, *, fine: bool, jobs: int = 1, symmetric: bool = True
+        self,
+        system: System,
+        *,
+        fine: bool,
+        jobs: int = 1,
+        symmetric: bool = True,
+        begins: bool = True,
     ) -> None:
+        self._begins = begins
         self.system, self.fine, self._jobs, self._symmetric = system, fine, jobs, symmetric
         self._choices: dict[tuple[str, Worker], list[_Choice]] = {}
 
-    def edges(self, node: Node) -> Iterator[Edge]:
-        """Every event that `step` accepts."""
+    def edges(self, node: Node, without: Set[str] = frozenset()) -> Iterator[Edge]:
+        """Every event that `step` accepts, ``without`` those that speak of some workers."""
         system, world = self.system, node.world
         due = legal.enabled(system, world)
-        twins = self._twins(node) if self._symmetric else set[str]()
+        twins = {*without, *(self._twins(node) if self._symmetric else ())}
         busy = {effect.worker for effect in node.late}
         for effect in [*node.late, *(e for e in due if e.worker not in busy)]:
             if effect.worker not in twins:
@@ -77,7 +85,7 @@ class Relation:
                 groups.add(together)
             yield from self._joint(world, link)
         for group in groups:
-            if group and self._may_commit(world, group):
+            if group and without.isdisjoint(group) and self._may_commit(world, group):
                 yield Edge(f"commit({', '.join(group)})", on.Commit(group))
         for name in system.names:
             if name not in twins:
@@ -103,29 +111,33 @@ class Relation:
             if len(under_way) > 1:
                 yield Node(world, late | under_way)
 
-    def alone(self, node: Node, event: on.Event) -> str:
-        """Who an event concerns alone: what comes of it depends on that worker and on the links.
+    def subject(self, node: Node, event: on.Event) -> tuple[str, bool]:
+        """Whom an event is about, if that is one worker, and whether it concerns nobody else.
 
-        Empty where others may matter, or may be changed; to begin an action, their versions do.
+        Then what comes of it depends on that worker and on the links. Else it depends on all who
+        move, too, and may change them; of who stands still it reads epochs and memberships only.
         """
         system = self.system
         match event:
             case on.Begin(trigger=trigger, workers=(name,)):
                 edge = system.table(name).edge(trigger, system.get(node.world, name).state)
-                return name if edge is not None and edge.joint is None else ""
+                return ("", False) if edge is None or edge.joint is not None else (name, True)
             case on.Acted(action=action, workers=(name,)):
-                return name if system.table(name).actions[action].joint is None else ""
-            case on.Done(effect=effect) | on.Failed(effect=effect):
-                name = effect.worker
-                linked = effect.resource in system.links
-            case on.Undo(worker=name) | on.Confirmed(worker=name) | on.Joined(worker=name):
+                joint = system.table(name).actions[action].joint is not None
+                return ("", False) if joint else (name, True)
+            case on.Done(effect=effect):
+                return effect.worker, effect.resource not in system.links
+            case on.Failed(effect=effect):
+                name, linked = effect.worker, effect.resource in system.links
+            case on.Undo(worker=name) | on.Commit(workers=(name,)):
                 linked = False
+            case on.Confirmed(worker=name) | on.Joined(worker=name) | on.Sever(worker=name):
+                return name, True
             case on.Died(worker=name):
                 linked = any(name in link.members for link in node.world.links)
             case _:
-                return ""
-        joint = legal.joint_of(system, node.world, name) is not None
-        return "" if linked or joint else name
+                return "", False
+        return name, not linked and legal.joint_of(system, node.world, name) is None
 
     def _run(self, world: World, event: on.Begin) -> World:
         [name] = event.workers
@@ -165,12 +177,12 @@ class Relation:
 
     def _joint(self, world: World, link: str) -> Iterator[Edge]:
         system = self.system
-        for trigger in (Trigger.CONNECT, Trigger.DISCONNECT):
+        for trigger in (Trigger.CONNECT, Trigger.DISCONNECT) if self._begins else ():
             ends = legal.joint_ends(system, world, link, trigger)
             if ends and all(self._may_begin(world, trigger, name) for name in ends):
                 yield Edge(f"{trigger}({', '.join(ends)})", on.Begin(trigger, ends))
         ends = tuple(system.ends(world, system.spec.links[link]))
-        if ends and all(self._may_act(world, "push", name) for name in ends):
+        if self._begins and ends and all(self._may_act(world, "push", name) for name in ends):
             yield Edge("push", on.Act("push", ends))
         pushing = tuple(name for name in ends if "push" in system.get(world, name).jobs)
         for ok in (True, False) if pushing else ():
@@ -215,7 +227,8 @@ class Relation:
                     yield Edge(f"{name}: sever", on.Sever(name, link))
 
     def _own(self, name: str, worker: Worker) -> Iterator[_Choice]:
-        table, still = self.system.table(name), worker.live and worker.move is None
+        table = self.system.table(name)
+        still = self._begins and worker.live and worker.move is None
         moves: list[Transition] = [e for e in table.transitions if e.source == worker.state]
         for move in moves if still else ():
             if move.joint is None:

@@ -150,8 +150,8 @@ def test_the_plan_is_the_same_when_one_stands_for_all_that_are_in_the_same_posit
     system, world = scattered(schedule)
     whole = System.of(load(schedule), 3)
     for phase in system.spec.phases.values():
-        assert plan(system, world, phase) == _search(system, world, phase)
-        assert plan(whole, whole.initial(), phase) == _search(whole, whole.initial(), phase)
+        assert plan(system, world, phase) == _search(system, world, phase, apply)
+        assert plan(whole, whole.initial(), phase) == _search(whole, whole.initial(), phase, apply)
 
 
 def test_who_shares_a_device_stands_for_nobody_else() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,21 +12,22 @@ import pytest
 from typer.testing import CliRunner
 
 from fsm_trainer.cli.main import app
+from fsm_trainer.machine import events as on
 from fsm_trainer.machine.errors import SpecError
 from fsm_trainer.machine.names import Role, State
-from fsm_trainer.machine.planner import Move, apply, plan, ready
+from fsm_trainer.machine.planner import Apply, Move, apply, plan, ready
 from fsm_trainer.machine.spec import Phase, load, schedules
 from fsm_trainer.machine.world import System, World
-from fsm_trainer.verify.canon import Canon, Node
+from fsm_trainer.verify.canon import Canon, Code, Node
 from fsm_trainer.verify.check import Verdict, check
-from fsm_trainer.verify.driven import check_driven
+from fsm_trainer.verify.driven import _Driven, check_driven
 from fsm_trainer.verify.mutate import fates, mutants
 from fsm_trainer.verify.properties import wrong_step
 from fsm_trainer.verify.relation import Relation
 from tests.verify import plain
 
 STATES = Path(__file__).parents[2] / "states"
-DRIVEN = {"colocated_critic": 1741, "disaggregated": 738, "disaggregated_critic": 1401}
+DRIVEN = {"colocated_critic": 1461, "disaggregated": 644, "disaggregated_critic": 1215}
 # With one rollout worker, whose own moves run to their ends; TLC finds as many.
 COUNTS = {"colocated_critic": 2_413, "disaggregated": 1099, "disaggregated_critic": 4153}
 
@@ -87,7 +89,7 @@ def test_rollout_workers_are_symmetric_wherever_a_schedule_names_their_role() ->
     for name in ("rollout-0", "rollout-1"):
         node = Node(apply(system, alone, Move("start", (name,))))
         code = canon.encode(node)
-        codes |= {code, canon.replaced(code, 2, canon.part_of(node, "actor"))}
+        codes |= {code, canon.replaced(code, ((2, canon.part_of(node, "actor")),))}
         assert system.get(canon.decode(code).world, "actor").held == {"bank"}
     assert len(codes) == 1
 
@@ -189,6 +191,63 @@ def test_the_driver_passes_every_phase_with_three_rollout_workers(schedule: str)
     assert check_driven(System.of(load(schedule), 3)).violation is None
 
 
+class EveryOrder(_Driven):
+    """The driven search without its reduction: nobody waits for a turn."""
+
+    def _waiting(self, node: Node) -> set[str]:
+        return set()
+
+
+def driven(search: type[_Driven], schedule: str, rollouts: int) -> _Driven:
+    system = System.of(load(schedule), rollouts)
+    relation = Relation(system, fine=False, begins=False)
+    return search(system, system, relation, Canon(system), 2_000_000, lambda *_: None)
+
+
+def decisions(search: _Driven) -> set[object]:
+    """Where the driver decides something, whichever code that has, or place a rollout worker."""
+    found = set[object]()
+    for code in search._order:
+        node, *_ = search._state(code)
+        system, world = search._system, node.world
+        busy = any(w.move or w.jobs or w.undead for w in world.workers)
+        wrong = any(isinstance(e.event, on.Sever) for e in search._relation.edges(node))
+        if not busy and not wrong:
+            canon, size = search._canon, len(system.names)
+            parts = zip(system.names.values(), map(canon.parts.__getitem__, code), strict=False)
+            links = tuple(link.state for link in world.links)
+            found.add((frozenset(Counter(parts).items()), links, code[size + 1 :]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rollouts"),
+    [(schedule, 1) for schedule in schedules()]
+    + [pytest.param(schedule, 2, marks=pytest.mark.nightly) for schedule in schedules()]
+    + [("disaggregated", 2)],
+)
+def test_the_driver_decides_in_the_same_states_whoever_is_first(
+    schedule: str, rollouts: int
+) -> None:
+    full, reduced = (driven(kind, schedule, rollouts) for kind in (EveryOrder, _Driven))
+    every, few = full.run(), reduced.run()
+    assert every.violation is few.violation is None
+    assert few.states < every.states
+    assert few.happened == every.happened
+    assert decisions(reduced) == decisions(full)
+
+
+def test_a_run_can_be_told_to_whatever_state_of_several_workers() -> None:
+    search = driven(_Driven, "disaggregated", 2)
+    search.run()
+    for at in range(0, len(search._order), 500):
+        codes = list[Code]()
+        while at > 0:
+            codes.insert(0, search._order[at])
+            at = search._came[at]
+        assert len([*search._walk(codes)]) == len(codes)
+
+
 def test_a_phase_that_can_not_run_is_where_the_driver_is_stuck(tmp_path: Path) -> None:
     needs = "train: {needs: [weights, optimizer, train_groups], guard: self.in_flight == "
     states = broken_tables(tmp_path, "actor.yaml", f"{needs}0", f"{needs}1")
@@ -200,7 +259,7 @@ def test_a_phase_that_can_not_run_is_where_the_driver_is_stuck(tmp_path: Path) -
 def test_a_driver_that_goes_in_circles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that takes a link apart and puts it together again passes nothing."""
 
-    def undecided(system: System, world: World, phase: Phase) -> tuple[Move, ...]:
+    def undecided(system: System, world: World, phase: Phase, _: Apply) -> tuple[Move, ...]:
         connected = system.get(world, "rollout-0").state == State.CONNECTED
         if system.get(world, "actor").state == State.CONNECTED and phase.name == "policy":
             raise AssertionError("policy can run where the actor is connected")

@@ -114,6 +114,10 @@ class Faulty:
         self.first: Callable[[Effect], None] | None = None
         """What happens before the next acquisition, once."""
 
+    def fail_next(self) -> None:
+        """Have the next acquisition raise ActionFailed."""
+        self.first = _fail
+
     def acquire(self, effect: Effect) -> None:
         """Take it, or whatever was to happen first."""
         first, self.first = self.first, None
@@ -161,7 +165,7 @@ class Steps(Protocol):
 def in_step(lifecycle: Steps, order: Order) -> None:
     """One end's part of a transition: the ends acquire once all have released, and open together.
 
-    Raises EffectFailed, after an undo, `NobodyComes` when another end failed, and what refuses it.
+    Raises EffectFailed, after an undo, `PeerAbsent` when another end failed, and what refuses it.
     """
     if order.name == Trigger.SEVER:
         lifecycle.sever(str(order.link), order.world)
@@ -243,7 +247,7 @@ class LifecycleWorker:
     def fail_next(self, what: str) -> bool:
         """The next acquisition of a resource, or the next action of that name, raises."""
         if what in self._faulty:
-            self._faulty[what].first = _fail
+            self._faulty[what].fail_next()
         else:
             self._fails.add(what)
         return True

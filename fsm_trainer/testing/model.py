@@ -23,6 +23,11 @@ class Step:
     workers: tuple[str, ...]
     joint: str | None = None
 
+    @property
+    def moves(self) -> bool:
+        """Whether it is a transition, and no action."""
+        return self.name in list(Trigger)
+
     def __str__(self) -> str:
         return f"{self.name}({', '.join(self.workers)})"
 
@@ -136,7 +141,7 @@ class Model:
 
     def refusals(self, step: Step) -> list[str]:
         """Why a step is illegal now; empty if it is legal."""
-        ask = legal.refusals if step.name in list(Trigger) else legal.action_refusals
+        ask = legal.refusals if step.moves else legal.action_refusals
         return [r for n in step.workers for r in ask(self.system, self.world, step.name, n)]
 
     # What it comes to

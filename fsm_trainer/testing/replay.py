@@ -262,7 +262,7 @@ class _Process(Lifecycle):
 
     def _stop(self) -> None:
         self._stopped.release()
-        if not self._go.acquire(timeout=DEADLINE) or self._over:
+        if self._over or not self._go.acquire(timeout=DEADLINE) or self._over:
             raise DeadlineExceeded(f"{self.name} is not let on")
 
     def _until(self, true: Callable[[], bool], then: Callable[[], object]) -> None:

@@ -90,14 +90,14 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def trigger(self, data: st.DataObject) -> None:
         """A transition that is legal now, and is done."""
-        step = self._draw(data, (s for s in self.model.triggers() if not self.model.refusals(s)))
+        step = self._draw(data, self._legal(self.model.triggers()))
         if step is not None:
             self.run(step)
 
     @rule(data=st.data())
     def act(self, data: st.DataObject) -> None:
         """Work that is legal now, and is done."""
-        step = self._draw(data, (s for s in self.model.actions() if not self.model.refusals(s)))
+        step = self._draw(data, self._legal(self.model.actions()))
         if step is not None:
             self.run(step)
 
@@ -130,21 +130,21 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         """An effect or an action fails: what it left is true, and what it brought doesn't count."""
-        found = [each for step in self._legal() for each in self._weak(step)]
+        legal = self._legal([*self.model.triggers(), *self.model.actions()])
+        found = [each for step in legal for each in self._weak(step)]
         if found:
             step, name, what = data.draw(st.sampled_from(found), label="step, worker, what fails")
             if self.workers[name].fail_next(what):
                 self.run(step, failed=name)
 
-    def _legal(self) -> list[Step]:
-        asked = [*self.model.triggers(), *self.model.actions()]
+    def _legal(self, asked: Iterable[Step]) -> list[Step]:
         return [step for step in asked if not self.model.refusals(step)]
 
     def _weak(self, step: Step) -> Iterator[tuple[Step, str, str]]:
         """Where a step can fail: each acquisition of each end, or the action there."""
         for name in step.workers:
             edge = self.system.table(name).edge(step.name, self.model.state(name))
-            if step.name not in list(Trigger):
+            if not step.moves:
                 yield step, name, step.name
             elif edge is not None:
                 gains = {*self.system.table(name).holds[edge.dest]} - {*self.model.holds(name)}
@@ -153,19 +153,18 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def overlap(self, data: st.DataObject) -> None:
         """While a worker is at work, what the work excludes is refused."""
-        alone = [s for s in self.model.actions() if s.joint is None and not self.model.refusals(s)]
-        if not alone:
-            return
-        step = data.draw(st.sampled_from(alone), label="step")
-        self.story.append(f"{step} begins")
-        self.run(step, during=lambda: self._refuse_all(step.workers[0]))
+        alone = (s for s in self._legal(self.model.actions()) if s.joint is None)
+        step = self._draw(data, alone)
+        if step is not None:
+            self.story.append(f"{step} begins")
+            self.run(step, during=partial(self._refuse_all, step.workers[0]))
 
     @precondition(lambda self: self.stalls > 0)
     @rule(data=st.data())
     def stand_still(self, data: st.DataObject) -> None:
         """A worker is stopped while others wait for it to connect: they give up, and so does it."""
-        opens = (s for s in self.model.triggers() if s.joint and s.name == Trigger.CONNECT)
-        step = self._draw(data, (s for s in opens if not self.model.refusals(s)))
+        legal = self._legal(self.model.triggers())
+        step = self._draw(data, (s for s in legal if s.joint and s.name == Trigger.CONNECT))
         if step is not None:
             name = data.draw(st.sampled_from(step.workers), label="stands still")
             if self.workers[name].stall(self.stalls):
@@ -186,13 +185,11 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def die_within(self, data: st.DataObject) -> None:
         """A worker's process ends when the ends of its step have released, and wait for it."""
-        joint = [s for s in self._legal() if s.joint and s.name in list(Trigger)]
-        if not joint:
-            return
-        step = data.draw(st.sampled_from(joint), label="step")
-        name = data.draw(st.sampled_from(step.workers), label="dies")
-        self._died_at = len(self.story)
-        self.run(step, dies=name)
+        step = self._draw(data, (s for s in self._legal(self.model.triggers()) if s.joint))
+        if step is not None:
+            name = data.draw(st.sampled_from(step.workers), label="dies")
+            self._died_at = len(self.story)
+            self.run(step, dies=name)
 
     @precondition(lambda self: any(self.model.severable()))
     @rule(data=st.data())
@@ -285,13 +282,13 @@ class LifecycleMachine(RuleBasedStateMachine):
             self._must(lost in wrong, f"{step} ended well, though {lost} could not do its part")
         if step.name == Trigger.SEVER:
             self.model.severed(step)
-        elif step.name in list(Trigger):
+        elif step.moves:
             self.model.moved(step, lost, dies=dead)
         else:
             self.model.acted(step, ok=lost is None)
         if dies is not None and dead:
             self.model.died(dies)
-        if step.joint and failed and step.name not in list(Trigger):
+        if step.joint and failed and not step.moves:
             # What was cut off may have ended its group, at some ends at once.
             self._close(step.joint)
             return
@@ -334,9 +331,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 continue
             version, weights = self.model.version(name), worker.weights()
             if version is None:
-                self._must(
-                    weights is None, f"5: after {step} the weights of {name} are torn, not None"
-                )
+                self._must(weights is None, f"5: after {step} {name} would serve torn weights")
                 continue
             first, others = seen.setdefault(version, (name, weights))
             self._must(weights == others, f"5: {name} and {first} differ in {version}")
@@ -362,7 +357,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             meet = at.get(name) or partial(meeting.meet, name)
             order = Order(step.name, step.workers, step.joint, epoch, self.model.world, meet)
             worker = self.workers[name]
-            does = worker.trigger if step.name in list(Trigger) else worker.act
+            does = worker.trigger if step.moves else worker.act
             futures[name] = started(partial(does, order), partial(meeting.leave, name))
         _, late = wait(futures.values(), self.deadline)
         hangs = [n for n, future in futures.items() if future in late and n not in meeting.waiting]

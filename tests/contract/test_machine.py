@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -15,14 +14,14 @@ from hypothesis.stateful import run_state_machine_as_test
 from fsm_trainer.engines.contract import Engine, Health, Request, Tag
 from fsm_trainer.engines.embedded import EmbeddedEngine
 from fsm_trainer.groups.rendezvous import Rendezvous
-from fsm_trainer.machine.errors import ActionFailed, EngineFailed, Refused
+from fsm_trainer.machine.errors import EngineFailed, Refused
 from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource
 from fsm_trainer.machine.spec import load
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System
 from fsm_trainer.sync.manifest import Manifest
-from fsm_trainer.testing import LifecycleMachine, Order, Subject, in_step
+from fsm_trainer.testing import Faulty, LifecycleMachine, Order, Subject, in_step
 from fsm_trainer.testing.processes import ProcessWorker
 from fsm_trainer.workers.effects import Effects
 from fsm_trainer.workers.host import Host, Place
@@ -40,27 +39,19 @@ class Hosted(RolloutHost):
     """The worker of real runs, over an engine that outlives it: SGLang takes long to start."""
 
     def __init__(self, place: Place, engine: Engine) -> None:
-        self.engine, self.fails = engine, set[str]()
+        self.engine = engine
         Host.__init__(self, place)
 
     def resources(self) -> Mapping[str, Resource]:
-        real = {name: Effects(self.first(r), r.release) for name, r in super().resources().items()}
-        return real | {"engine": Effects(lambda e: started(self.engine), lambda e: None)}
-
-    def first(self, resource: Resource) -> Callable[[Effect], None]:
-        def acquire(effect: Effect) -> None:
-            if effect.resource in self.fails:
-                self.fails.remove(effect.resource)
-                raise ActionFailed(f"{effect}: an injected fault")
-            resource.acquire(effect)
-
-        return acquire
+        held: list[Effect] = []
+        self.faulty = {name: Faulty(held, real) for name, real in super().resources().items()}
+        return self.faulty | {"engine": Effects(lambda e: started(self.engine), lambda e: None)}
 
 
 def started(engine: Engine) -> None:
     try:
         engine.health()
-    except Exception:
+    except (EngineFailed, Refused):
         engine.stop()
         engine.start()
 
@@ -71,23 +62,8 @@ class Rollout:
     def __init__(self, host: Hosted, manifest: Manifest) -> None:
         self.host, self.manifest = host, manifest
 
-    def begin(self, name: str, *, epoch: int, world: Any) -> Any:
-        return self.host.begin(name, epoch, None, world, generation=1)
-
-    def acquire(self) -> Any:
-        return self.host.acquire()
-
-    def commit(self) -> Any:
-        return self.host.commit()
-
-    def undo(self) -> Any:
-        return self.host.undo()
-
-    def sever(self, link: str, world: Any) -> Any:
-        return self.host.sever(link, world)
-
     def trigger(self, order: Order) -> None:
-        in_step(self, order)
+        in_step(self.host.lifecycle, order)
 
     def act(self, order: Order) -> None:
         if order.name == "push":
@@ -119,8 +95,10 @@ class Rollout:
         return None if torn else dict(self.host.engine.checksums())
 
     def fail_next(self, what: str) -> bool:
-        self.host.fails.add(what)
-        return what in ("weights", "kv", "link")
+        can = what in ("weights", "kv", "link")
+        if can:
+            self.host.faulty[what].fail_next()
+        return can
 
     def stall(self, seconds: float) -> bool:
         return False

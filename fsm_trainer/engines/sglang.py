@@ -162,9 +162,9 @@ class SglangServer(Server):
 
     def kill(self) -> None:
         """End a server of our own, or let go of one elsewhere; see `Server.kill`."""
-        self._stopped = self._stopped or "it was stopped, or a scheduler closed its connection"
         if self._process is not None:
-            self._process.kill()
+            self._process.kill()  # first, because it knows how it ended
+        self._stopped = self._stopped or "it was stopped, or a scheduler closed its connection"
         for agent in self._agents:
             agent.hang_up()
         self._door.close()

@@ -10,6 +10,7 @@ import ast
 import inspect
 import json
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -228,6 +229,34 @@ def reconnects() -> str:
     return table(["result", "way", "disconnect", "reconnect", "both", "memory given back"], rows)
 
 
+def sleeps() -> str:
+    """What the benchmark of sleep and wake measured, a row for each policy of each result."""
+    rows = []
+    for name, result in results("sleep-wake-*.json"):
+        found, size = result["summary"][0], result["ranks"][0]["bytes"]
+        for policy in ("destroy", "suspend"):
+            if (one := found.get(policy)) is None:
+                continue
+            speeds = [
+                f"{one['bank_gb_per_second'][way]:.1f} GB/s ({one['bank_of_link'][way]:.0%})"
+                for way in ("sleep", "wake")
+            ]
+            groups = " + ".join(ms(seconds) for seconds in one["groups_seconds"].values())
+            whole = [ms(one[f"{way}_seconds"]) for way in ("sleep", "wake")]
+            left = f"{one['left_bytes'] / 2**20:.0f} MiB"
+            rows.append(
+                [name, f"{size / 1e9:.2f} GB", f"`{policy}`", *speeds, groups, *whole, left]
+            )
+        for other, one in result["beside"].items():
+            seconds = [statistics.median(one[way][1:]) for way in ("sleep", "wake")]
+            speeds = [f"{one['bytes'] / each / 1e9:.1f} GB/s" for each in seconds]
+            left = f"{one['left'] / 2**20:.0f} MiB"
+            bytes_moved = f"{one['bytes'] / 1e9:.2f} GB"
+            rows.append([name, bytes_moved, other, *speeds, "", *map(ms, seconds), left])
+    heads = ["result", "bytes", "how", "bank out", "bank in", "groups: sleep + wake + first use"]
+    return table([*heads, "sleep", "wake", "left"], rows)
+
+
 def faults() -> str:
     """What faults of a link cost in fuzzed rounds: seconds, median and most."""
     rows = []
@@ -253,7 +282,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "machines": machines, "phases": phases, "roles": roles, "steps": steps,
     "configuration": configuration, "journal": lambda: fields(Entry),
     "metrics": lambda: fields(MetricsRow), "pushes": pushes,
-    "reconnects": reconnects, "faults": faults, "mistakes": mistakes,
+    "reconnects": reconnects, "faults": faults, "sleeps": sleeps, "mistakes": mistakes,
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ is needed, none can be mistaken for it, and nothing is left behind under a name.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -140,6 +141,45 @@ def build(member: Membership, store: Store, device: str, interface: str) -> Grou
         )
     words = Group(_gloo(member, PrefixStore("words", store), interface))
     return NcclGroup(_nccl(member, store, target), words, target)
+
+
+def can_suspend() -> bool:
+    """Whether the NCCL that is loaded gives memory back and keeps its communicators."""
+    version = ctypes.c_int()
+    library: Any = ctypes.CDLL(None)
+    try:
+        library.ncclGetVersion(ctypes.byref(version))
+    except AttributeError:  # torch has none, or keeps it to itself
+        return False
+    return version.value >= _NCCL_SUSPENDS
+
+
+def suspend(group: Any) -> None:
+    """Have a registered group's communicator give its memory back; gloo has none on a device."""
+    _nccl_call("ncclCommSuspend", group, _SUSPEND_MEMORY)
+
+
+def resume(group: Any) -> None:
+    """Take the memory again; all members together."""
+    _nccl_call("ncclCommResume", group)
+
+
+# 2.29.7, as ncclGetVersion writes it; the flag is NCCL_SUSPEND_MEM.
+_NCCL_SUSPENDS, _SUSPEND_MEMORY = 22907, 1
+
+
+def _nccl_call(name: str, group: Any, *arguments: int) -> None:
+    """Call NCCL itself: torch 2.13 is the first to have these."""
+    if distributed.get_backend(group) != "nccl":
+        return
+    backend = group._get_backend(torch.device("cuda"))
+    if not backend._is_initialized():  # NCCL makes a communicator for the first collective
+        return
+    torch.cuda.synchronize()
+    communicator = ctypes.c_void_p(backend._comm_ptr())
+    code = getattr(ctypes.CDLL(None), name)(communicator, *arguments)
+    if code:
+        raise RuntimeError(f"{name} answers {code}")
 
 
 @cache

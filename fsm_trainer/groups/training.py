@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from fsm_trainer.groups.backend import resume, suspend
 from fsm_trainer.groups.rendezvous import Address, connect, epoch_prefix
 from fsm_trainer.machine.errors import CapabilityMissing, LeaseExpired, PeerLost
 
@@ -35,7 +36,7 @@ class _Group:
 
     def resolve(self) -> Any:
         """The living process group; raises :class:`LeaseExpired` between two epochs."""
-        if self.live is None:
+        if self.live is None or not self.owner.is_open:
             raise LeaseExpired(self.owner.link, self.owner.epoch, "the training groups are closed")
         return self.live
 
@@ -49,18 +50,29 @@ class _Group:
 
 
 class TrainingGroups:
-    """All process groups of one trainer rank: rebuilt at each :meth:`open`, in creation order.
+    """All process groups of one trainer rank: back at each :meth:`open`, in creation order.
 
     ``role`` and the epoch prefix the keys on the run's one store. ``timeout`` (seconds) bounds the
     rendezvous and every collective. One instance a process has open groups at a time, because
-    torch has one world.
+    torch has one world. Groups that were closed are built anew, or with ``suspends`` only resumed
+    if every rank kept the same ones; either way nobody can use them in between.
     """
 
     def __init__(
-        self, store: Address, role: str, rank: int, world_size: int, timeout: float, backend: str
+        self,
+        store: Address,
+        role: str,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        backend: str,
+        suspends: bool = False,
     ) -> None:
         self.link = f"train/{role}"
         self.epoch = -1
+        self.is_open, self.suspends = False, suspends
+        self._built: int | None = None  # the epoch that the groups which are good come from
+        self._kept: int | None = None  # the same, while they are suspended
         self.rank, self.world_size = rank, world_size
         self._address = store
         self._timeout, self._backend = timedelta(seconds=timeout), backend
@@ -69,7 +81,7 @@ class TrainingGroups:
 
     def open(self, epoch: int) -> None:
         """Meet the other ranks under ``epoch``; raises :class:`PeerLost` when one doesn't come."""
-        if dist.is_initialized():
+        if dist.is_initialized() and self._kept is None:
             raise CapabilityMissing(
                 f"{self.link} cannot open epoch {epoch}: torch.distributed is already initialized "
                 "in this process, which can hold one trainer at a time. Close the other first"
@@ -79,7 +91,7 @@ class TrainingGroups:
         try:
             self._open()
         except (RuntimeError, ValueError) as error:
-            self.close()
+            self._destroy()
             raise PeerLost(
                 f"rank {self.rank} of {self.link} waited {self._timeout.total_seconds():g} s for "
                 f"{self.world_size} ranks at {self._address} under epoch {epoch}: {error}"
@@ -93,6 +105,7 @@ class TrainingGroups:
         except RuntimeError as error:
             # gloo has no exception of its own; its messages name its source files.
             if isinstance(error, dist.DistError) or "gloo" in str(error):
+                self._built = None
                 raise PeerLost(
                     f"rank {self.rank} of {self.link} lost a peer in {doing} (epoch "
                     f"{self.epoch}, deadline {self._timeout.total_seconds():g} s): {error}"
@@ -100,15 +113,26 @@ class TrainingGroups:
             raise
 
     def close(self) -> None:
-        """Destroy every group; afterwards torch has none registered."""
+        """Let nobody use the groups, and destroy or suspend them; those of a lost peer are no good.
+
+        After destroying torch has none registered.
+        """
+        if not self.suspends or self._built is None:
+            return self._destroy()
+        self.is_open, self._kept = False, self._built
+        for group in (self.world, *self._made):
+            suspend(group.live)
+
+    def _destroy(self) -> None:
+        self.is_open, self._kept, self._built = False, None, None
         for group in (self.world, *self._made):
             group.live = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def forget(self) -> None:
-        """Close, and drop what DeepSpeed still keeps of these groups; the engine is dead then."""
-        self.close()
+        """Destroy, and drop what DeepSpeed still keeps of these groups; the engine is dead then."""
+        self._destroy()
         self._made.clear()
         if _backend is not None and _backend.groups is self:
             _forget_references()
@@ -123,17 +147,32 @@ class TrainingGroups:
 
     def _open(self) -> None:
         store = connect(self._address, self._timeout.total_seconds(), self.link)
+        meeting = PrefixStore(epoch_prefix(self.link, self.epoch), store)
+        if self.suspends and self._all_kept(meeting):
+            for group in (self.world, *self._made):
+                resume(group.live)
+            self.is_open, self._kept = True, None
+            return
+        self._destroy()
         dist.init_process_group(
             self._backend,
-            store=PrefixStore(epoch_prefix(self.link, self.epoch), store),
+            store=meeting,
             rank=self.rank,
             world_size=self.world_size,
             timeout=self._timeout,
         )
+        self.is_open, self._built = True, self.epoch
         self.world.live = dist.group.WORLD
         _use(self)
         for group in self._made:
             self._attach(group)
+
+    def _all_kept(self, meeting: PrefixStore) -> bool:
+        """Whether all ranks are here and kept the groups of one epoch: a new process has none."""
+        keys = [f"kept/{rank}" for rank in range(self.world_size)]
+        meeting.set(keys[self.rank], str(self._kept))
+        meeting.wait(keys, self._timeout)
+        return self._kept is not None and len({meeting.get(key) for key in keys}) == 1
 
     def _attach(self, group: _Group) -> None:
         ranks = list(group.ranks or ())

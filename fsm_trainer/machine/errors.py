@@ -51,10 +51,8 @@ class EffectFailed(FsmError):
     def __init__(self, worker: str, trigger: str, effect: str, cause: str, state: str) -> None:
         self.worker, self.trigger, self.effect = worker, trigger, effect
         self.cause, self.state = cause, state
-        super().__init__(
-            f"{worker}: {effect} failed during {trigger!r} ({cause}); "
-            f"the transition was undone and {worker} is {state}"
-        )
+        text = f"{worker}: {effect} failed during {trigger!r} ({cause})"
+        super().__init__(f"{text}; the transition was undone and {worker} is {state}")
 
 
 class ActionFailed(FsmError):
@@ -86,6 +84,10 @@ class ManifestMismatch(FsmError):
 
 class CapabilityMissing(FsmError):
     """Raised at start when a library or device lacks what the configuration asks for."""
+
+
+class MemoryHeld(FsmError):
+    """Raised when a sleeper's device memory was not given back: how much, and who holds it."""
 
 
 class EngineFailed(FsmError):

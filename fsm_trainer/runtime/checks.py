@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
+from fsm_trainer.data.models import parameters
 from fsm_trainer.data.sources import JsonlConfig, read_set
 from fsm_trainer.document import Document, Key, nearest
 from fsm_trainer.engines.config import EmbeddedConfig, SglangConfig
@@ -200,14 +201,33 @@ class Checks:
             problem = "there is no such folder, or nothing can be written into it"
             raise self.fail("link.folder", problem, RELATIVE)
 
-    def installed(self) -> None:
+    def installed(self, spec: Spec) -> None:
         """Functions, files and packages that the configuration names."""
         config = self.config
         self.function("reward.function", config.reward.function)
         self.function("rollout.generate", config.rollout.generate, asynchronous=True)
         self.engine()
         self.model()
+        self.host_memory(spec)
         self.data()
+
+    def host_memory(self, spec: Spec) -> None:
+        """Copies of sleeping trainers in host memory must fit into this machine's."""
+        config, path = self.config, self.config.model.path
+        asleep = Role.CRITIC in spec.roles
+        if path is None or not asleep or config.cluster.address is not None:
+            return
+        device = "cuda" if config.cluster.gpus else "cpu"
+        actor, critic = config.actor, config.critic or config.actor
+        count, need = parameters(path), 0
+        for trainer, sets in ((actor, 2), (critic, 1)):  # the actor's reference is a second set
+            if trainer.offload.on(device) == "host":
+                need += trainer.ranks * trainer.bank_bytes(count, trainer.ranks, sets)
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if need > have:
+            problem = f"sleepers need {need:,} bytes of host memory, and this machine has {have:,}"
+            remedy = "Write disk, raise zero_stage with more ranks, or take a smaller model."
+            raise self.fail("actor.offload.target", problem, remedy)
 
     def engine(self) -> None:
         """SGLang, where workers on this machine are to start it or to talk to it."""

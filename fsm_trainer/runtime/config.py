@@ -244,7 +244,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), states: Path | None =
     checks.numbers()
     spec, notes = checks.schedule()
     checks.contradictions(spec)
-    checks.installed()
+    checks.installed(spec)
     return Run(config, spec, tuple(notes), states, path, document.data)
 
 

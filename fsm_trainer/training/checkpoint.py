@@ -14,7 +14,7 @@ import torch
 from fsm_trainer.machine.errors import ConfigError
 
 # Raise it when the contents change their meaning; an older format is refused, not guessed at.
-FORMAT = 1
+FORMAT = 2
 
 
 class Shard(TypedDict):

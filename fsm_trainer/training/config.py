@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 Dtype = Literal["float32", "bfloat16"]
 Stage = Literal[0, 1, 2, 3]
 Target = Literal["disk", "host"]
+GroupPolicy = Literal["auto", "destroy", "suspend"]
 
 
 class ScheduleConfig(BaseModel, extra="forbid", frozen=True):
@@ -43,6 +44,11 @@ class OffloadConfig(BaseModel, extra="forbid", frozen=True):
     target: Target | None = None
     """``disk``: files in the role's scratch folder; ``host``: host memory, pinned on a GPU. Null:
     ``host`` on a GPU, else ``disk``."""
+    tight: bool = False
+    """Free the copies while the trainer is awake: less memory, and each sleep pins it anew."""
+    groups: GroupPolicy = "auto"
+    """What a sleeper's process groups become: ``destroy`` ends them, ``suspend`` has NCCL (2.29.7
+    or newer) keep them without their memory, ``auto`` suspends those of one rank, if NCCL can."""
 
     def on(self, device: str) -> Target:
         """Where they go from ``cuda`` or ``cpu``: from a GPU to disk a sleep takes minutes."""
@@ -74,3 +80,12 @@ class TrainerConfig(BaseModel, extra="forbid", frozen=True):
     """Where a sleeping trainer's bytes go."""
     timeout: float = Field(default=120.0, gt=0)
     """Deadline of each collective and of each meeting of the ranks, in seconds."""
+
+    def bank_bytes(self, parameters: int, ranks: int, sets: int) -> int:
+        """What one rank's bank takes: ``sets`` of the weights, Adam's moments, and masters.
+
+        Rajbhandari et al. 2020 (ZeRO), section 5: stages 1, 2 shard the optimizer, 3 weights too.
+        """
+        half = self.dtype == "bfloat16"
+        weights = parameters * (2 if half else 4) * sets // (ranks if self.zero_stage == 3 else 1)
+        return weights + parameters * (12 if half else 8) // (ranks if self.zero_stage else 1)

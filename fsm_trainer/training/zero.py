@@ -105,11 +105,13 @@ class ZeroEngine:
             for moment in moments.values():
                 moment.zero_()
 
-    def optimizer(self) -> list[torch.UntypedStorage]:
-        """The storages of everything else: moments, masters, flat partitions."""
+    def optimizer(self) -> Iterator[torch.UntypedStorage]:
+        """The storages of everything else: masters and moments first, then what DeepSpeed holds."""
         weights = {storage._cdata for storage in weights_of(self.module)}
-        found = storages_under(self._engine.optimizer, self._adamw, list(self.module.parameters()))
-        return [storage for storage in found if storage._cdata not in weights]
+        parameters = list(self.module.parameters())
+        for storage in storages_under(self._adamw, self._engine.optimizer, parameters):
+            if storage._cdata not in weights:
+                yield storage
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter and persistent buffer once, whole; all ranks must iterate together."""
@@ -158,11 +160,16 @@ class ZeroEngine:
         return [master for group in self._adamw.param_groups for master in group["params"]]
 
 
-def weights_of(module: torch.nn.Module) -> list[torch.UntypedStorage]:
+def weights_of(module: torch.nn.Module) -> Iterator[torch.UntypedStorage]:
     """The storages behind a module's parameters (at ZeRO 3 their partition) and buffers."""
-    parameters = list(module.parameters())
-    partitions = [vars(parameter).get("ds_tensor") for parameter in parameters]
-    return storages_under([p.data for p in parameters], partitions, list(module.buffers()))
+    found = set[int]()
+    for inner in module.modules():
+        for tensor in (*inner._parameters.values(), *inner._buffers.values()):
+            for held in () if tensor is None else (tensor, vars(tensor).get("ds_tensor")):
+                storage = None if held is None else held.untyped_storage()
+                if storage is not None and storage.nbytes() and storage._cdata not in found:
+                    found.add(storage._cdata)
+                    yield storage
 
 
 def _forget_reductions(optimizer: Any) -> None:

@@ -17,6 +17,7 @@ from fsm_trainer.cli.main import app
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.runtime.config import load_config
+from fsm_trainer.training.config import TrainerConfig
 
 GOOD = """\
 seed: 0
@@ -320,6 +321,36 @@ def test_the_bytes_of_a_sleeper_go_where_its_device_is_fast(
     (folder / "run.yaml").write_text(GOOD)
     run = load_config(folder / "run.yaml", overrides)
     assert f"critic ⇒ train offload: on (target: {target})" in run.notes
+
+
+def huge_model(folder: Path) -> None:
+    """A model folder whose file says that it has 10^12 numbers; the head is all of it."""
+    folder.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    head = json.dumps({"weight": {"shape": [10**6, 10**6]}, "__metadata__": {}}).encode()
+    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+
+
+def test_sleepers_that_cannot_fit_into_host_memory_are_refused(folder: Path) -> None:
+    huge_model(folder / "huge")
+    model = ["--set", "model={path: huge}"]
+    to_host = [f"{role}.offload.target=host" for role in ("actor", "critic")]
+
+    said = run(folder, GOOD, *model, "--set", to_host[0], "--set", to_host[1]).stderr
+
+    # Actor: weights, reference and two moments of 4 bytes a number; critic: without a reference.
+    assert f"need {(16 + 12) * 10**12:,} bytes of host memory" in said
+    (folder / "run.yaml").write_text(GOOD)
+    load_config(folder / "run.yaml", model[1::2])  # to disk
+
+
+def test_a_bank_shards_what_its_zero_stage_shards() -> None:
+    def bank(stage: int) -> int:
+        return TrainerConfig(zero_stage=stage, dtype="bfloat16").bank_bytes(100, 2, 2)  # type: ignore[arg-type]
+
+    # Two sets of weights in 2 bytes; masters and two moments in 4, of which a rank has half.
+    assert [bank(stage) for stage in range(4)] == [1600, 1000, 1000, 800]
 
 
 @pytest.mark.parametrize("name", MISTAKES)

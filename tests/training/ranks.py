@@ -18,7 +18,7 @@ import torch
 from fsm_trainer.groups.lease import registered_groups
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.groups.training import install
-from fsm_trainer.machine.errors import PeerLost
+from fsm_trainer.machine.errors import LeaseExpired, PeerLost
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import TrainerConfig
@@ -155,6 +155,7 @@ def two_ranks(rank: Rank) -> dict[str, Any]:
     result: dict[str, Any] = {
         str(stage): sleeping_changes_nothing(rank, stage) for stage in (0, 1, 2, 3)
     }
+    result["suspended"] = suspend(rank, rank.folder / f"model-{rank.rank}")
     result["lost"] = lose_a_peer(rank, rank.folder / f"model-{rank.rank}")
     if rank.rank == 0:
         alone = Rank(0, 1, rank.store, rank.folder / "alone")
@@ -184,6 +185,32 @@ def lose_a_peer(rank: Rank, model: Path) -> dict[str, Any]:
     recovered = checksum(trainer) == expected
     rank.stop(trainer)
     return {"error": error, "recovered": recovered}
+
+
+def suspend(rank: Rank, model: Path) -> dict[str, Any]:
+    """Groups that are kept while asleep, by both ranks; then rank 1 has none, as a new process."""
+    straight = rank.start(rank.trainer(model))
+    expected = [train(straight, step) for step in range(3)], checksum(straight)
+    rank.stop(straight)
+
+    trainer = rank.start(rank.trainer(model, offload={"groups": "suspend"}))
+    result: dict[str, Any] = {"same_group": [], "asleep": []}
+    losses = [train(trainer, 0)]
+    for step, forgets in ((1, False), (2, rank.rank == 1)):
+        before = trainer._groups.world.live
+        rank.sleep(trainer)
+        try:
+            trainer._groups.world.resolve()
+        except LeaseExpired as error:
+            result["asleep"].append(str(error))
+        if forgets:
+            trainer._groups._destroy()
+        rank.wake(trainer)
+        result["same_group"].append(trainer._groups.world.live is before)
+        losses.append(train(trainer, step))
+    result["equal"] = (losses, checksum(trainer)) == expected
+    rank.stop(trainer)
+    return result
 
 
 def run_ranks(world: int, folder: Path, **environment: str) -> list[Any]:

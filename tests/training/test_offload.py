@@ -21,7 +21,7 @@ def test_views_and_aliases_survive_with_their_bytes(target: Target, tmp_path: Pa
     odd = torch.arange(7, dtype=torch.uint8)
     expected = flat.clone(), odd.clone()
     bank = Bank(target, tmp_path, "actor-0")
-    storages = storages_under([view, alias, odd])
+    storages = list(storages_under([view, alias, odd]))
 
     bank.sleep("weights", storages)
     asleep = [storage.nbytes() for storage in storages]
@@ -41,7 +41,8 @@ def test_each_storage_is_found_once_and_in_order() -> None:
     optimizer.step()
     moments = optimizer.state[weight]
 
-    found = storages_under({"a": [weight.data, weight.data[1:]]}, (optimizer,), torch.empty(0))
+    held = {"a": [weight.data, weight.data[1:]]}, (optimizer,), torch.empty(0)
+    found = list(storages_under(*held))
 
     expected = [weight, moments["step"], moments["exp_avg"], moments["exp_avg_sq"], weight.grad]
     assert found[0]._cdata == weight.untyped_storage()._cdata
@@ -61,9 +62,29 @@ def test_a_second_sleep_uses_the_same_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("target", ["disk", "host"])
+def test_a_tight_bank_has_no_copy_of_what_is_awake(tmp_path: Path, target: Target) -> None:
+    bank, tensor = Bank(target, tmp_path, "actor-0", tight=True), torch.arange(1000)
+    for _ in range(2):
+        bank.sleep("weights", storages_under([tensor]))
+        assert list(bank._copies) == ["weights"]
+        bank.wake("weights")
+        assert torch.equal(tensor, torch.arange(1000))
+        assert not bank._copies and list(tmp_path.iterdir()) == []
+
+
+def test_a_host_copy_grows_with_what_is_found(tmp_path: Path) -> None:
+    bank, tensors = Bank("host", tmp_path, "actor-0"), [torch.arange(1000), torch.arange(9)]
+    for some in (tensors[:1], tensors):
+        bank.sleep("weights", storages_under(some))
+        assert [tensor.untyped_storage().nbytes() for tensor in some] == [0] * len(some)
+        bank.wake("weights")
+    assert [torch.equal(t, torch.arange(len(t))) for t in tensors] == [True, True]
+
+
 def test_a_wake_that_fails_takes_no_memory_and_can_be_tried_again(tmp_path: Path) -> None:
     bank, tensor = Bank("disk", tmp_path, "actor-0"), torch.arange(1000)
-    storages = storages_under([tensor])
+    storages = list(storages_under([tensor]))
     bank.sleep("weights", storages)
     path = tmp_path / "actor-0.weights.bank"
     content = path.read_bytes()
@@ -84,7 +105,7 @@ def test_a_copy_of_another_layout_is_not_loaded(tmp_path: Path) -> None:
     bank.keep("reference", storages_under([tensor]))
     other = torch.ones(11)
     with pytest.raises(SelfCheckFailed, match="does not fit"):
-        bank.load("reference", storages_under([other]))
+        bank.load("reference", list(storages_under([other])))
     assert other.eq(1).all()
 
 

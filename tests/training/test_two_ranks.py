@@ -82,6 +82,15 @@ def test_a_lost_rank_is_an_error_and_costs_the_other_neither_weights_nor_optimiz
     assert [result["lost"]["recovered"] for result in results] == [True, True]
 
 
+def test_suspended_groups_are_unusable_asleep_and_resumed_only_if_all_ranks_kept_them(
+    results: list[dict[str, Any]],
+) -> None:
+    for suspended in (result["suspended"] for result in results):
+        assert len(suspended["asleep"]) == 2 and "the training groups are closed" in str(suspended)
+        assert suspended["same_group"] == [True, False]
+        assert suspended["equal"]
+
+
 def test_nothing_was_compiled_at_run_time(results: list[dict[str, Any]], extensions: Path) -> None:
     assert results
     assert os.listdir(extensions) == []

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from fsm_trainer.data.trajectory import Sample, Trajectory
 from fsm_trainer.workers import single_turn
 from fsm_trainer.workers.context import Context
 
 FILE = "TELLING_FILE"
-"""The environment variable with the path of the file; it marks every process of the run, too."""
+"""The environment variable with the path of the file; a run's processes are known by it, too."""
 
 
 async def generate(context: Context, sample: Sample) -> Trajectory:
@@ -33,3 +36,13 @@ def trained(path: Path) -> dict[int, list[str]]:
         if sample.startswith("train:"):  # not one of an evaluation
             made[int(number)][int(lineage)].append(sample)
     return {number: sorted(lives[max(lives)]) for number, lives in made.items()}
+
+
+def processes(path: Path) -> list[int]:
+    """The processes that live and were started to tell into this file."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            if process.environ().get(FILE) == str(path):
+                found.append(process.pid)
+    return found

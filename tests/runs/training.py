@@ -128,17 +128,16 @@ class RunningRun:
         """Kill a worker's process."""
         os.kill(self.pid(worker), signal.SIGKILL)
 
-    def kill_all(self) -> list[str]:
-        """Kill every process of the run at once; gives the command lines of those that are left."""
+    def kill_all(self) -> None:
+        """Kill every process of the run at once, and remove Ray's temporary folder."""
         family = _family(self.process.pid)
         told = " ".join(" ".join(member.cmdline()) for member in family if member.is_running())
         for member in family:
             with suppress(psutil.NoSuchProcess):
                 member.kill()
-        _, alive = psutil.wait_procs(family, timeout=20)
+        psutil.wait_procs(family, timeout=20)
         for folder in set(re.findall(r"--temp_dir=(\S*/fsm-ray-\w+)", told)):
             shutil.rmtree(folder, ignore_errors=True)
-        return [" ".join(member.cmdline()) for member in alive]
 
     def _until(self, done: Callable[[], bool], what: str, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -92,3 +92,5 @@ def test_a_run_killed_at_a_random_moment_and_resumed_learns_what_an_undisturbed_
     assert {*Counter(chain(*steps.values())).values()} == {1}
     assert [row.step for row in resumed.metrics if row.phase_seconds] == [*range(1, STEPS + 1)]
     assert trace(folder).returncode == 0
+    versions = [e.version for e in resumed.journal if e.worker == "actor" and e.version]
+    assert versions[-1] == f"2.{STEPS + 1}"

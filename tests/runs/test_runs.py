@@ -110,6 +110,8 @@ def test_a_run_resumed_before_a_damaged_checkpoint_ends_where_an_undisturbed_one
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
+    with (folder / "journal.jsonl").open("ab") as journal:
+        journal.write(b"\0\0\0\n")  # as a power cut may leave it: a new journal begins
 
     resumed = resume(folder, "steps=3")
 
@@ -118,7 +120,8 @@ def test_a_run_resumed_before_a_damaged_checkpoint_ends_where_an_undisturbed_one
     for role in ("actor", "critic"):
         assert resumed.weights(3, role) == trained.weights(3, role)
     assert trace(folder).returncode == 0
-    # A restart begins a lineage of its own.
+    assert len([*folder.glob("journal-*.jsonl")]) == 1
+    # A restart begins a lineage of its own, the new journal tells of it too.
     versions = [e.version for e in resumed.journal if e.worker == "actor" and e.version]
     assert versions[-1] == "2.4"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 import threading
 from collections.abc import Iterable, Mapping
@@ -68,6 +69,11 @@ class LineFile:
         self.path, self.lock = path, threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("a", encoding="utf-8", buffering=1)
+
+    def sync(self) -> None:
+        """Have the disk keep what was appended so far."""
+        with self.lock:
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

@@ -84,7 +84,7 @@ class CheckpointConfig(BaseModel, extra="forbid", frozen=True):
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 writes one at the end only."""
     keep: int = Field(default=2, ge=1)
-    """How many are kept."""
+    """How many are kept; with 1 there is none to go back to should it be damaged."""
 
 
 class MetricsConfig(BaseModel, extra="forbid", frozen=True):

@@ -50,6 +50,8 @@ class Progress:
     """What a phase has made so far; one that begins again makes only the rest."""
     batch: Any = None
     advantages: Any = None
+    saved: dict[str, Any] = field(default_factory=dict)
+    """The seals of what each role has written into the step's checkpoint."""
 
 
 class Driver:
@@ -335,14 +337,18 @@ class Driver:
     async def _save(self, name: str) -> None:
         if self._due():
             folder = self.checkpoints.folder(self.progress.step, name)
-            await self.reconciler.act("save", {name: (folder,)})
+            results = await self.reconciler.act("save", {name: (folder,)})
+            self.progress.saved[name] = results[name].value
 
     async def _finish_checkpoint(self, step: int) -> None:
         if not self._due():
             return
         version = self.reconciler.system.get(self.reconciler.world, "actor").version
-        number = version.number if version else 0
-        self.checkpoints.complete(Position(step, number, await self.data.state()))
+        lineage, number = version or Version(self.reconciler.world.lineage, 0)
+        position = Position(step, lineage, number, await self.data.state())
+        for file in (self.reconciler.journal, self.metrics):
+            file.sync()  # nobody does these steps again
+        self.checkpoints.complete(position, self.progress.saved)
 
 
 KL_TOLERANCE = 1e-6

@@ -18,11 +18,13 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fsm_trainer.data.durable import write_durably
+from fsm_trainer.document import LineError
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.world import World
-from fsm_trainer.runtime.checkpoints import Checkpoints
+from fsm_trainer.runtime.checkpoints import Checkpoints, Position
 from fsm_trainer.runtime.cluster import Cluster, Recipe
 from fsm_trainer.runtime.config import Run
 from fsm_trainer.runtime.driver import Driver
@@ -62,7 +64,8 @@ def _prepare(run: Run, folder: Path, resume: bool) -> None:
             f"--resume {folder}"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(run.document, sort_keys=False))
+    told = yaml.safe_dump(run.document, sort_keys=False)
+    write_durably(folder / "config.yaml", told.encode())  # a kill in here must leave one to resume
 
 
 class _Launch:
@@ -72,7 +75,10 @@ class _Launch:
         self.checkpoints = Checkpoints(folder / "checkpoints", run.config.checkpoint.keep)
         self.position = self.checkpoints.latest() if resume else None
         if resume and self.position is None:
-            raise ConfigError(f"--resume {folder}: there is no complete checkpoint in it")
+            raise ConfigError(
+                f"--resume {folder}: there is no complete checkpoint in it, so nothing to go on "
+                "from. Start the run again in another folder: the same seed gives the same run"
+            )
 
     async def run(self) -> None:
         task = asyncio.current_task()
@@ -81,7 +87,7 @@ class _Launch:
             if task is not None:
                 loop.add_signal_handler(number, task.cancel)
         path, began = self.folder / JOURNAL, time.monotonic()
-        left = self._left(path) if self.position is not None and path.exists() else None
+        left = self._left(path, self.position) if self.position is not None else None
         metrics = MetricsWriter(self.folder / "metrics.jsonl", tuple(self._sinks()))
         with metrics, Journal(path) as journal:
             cluster = Cluster(self.config.cluster, self.layout.bundles, self.folder)
@@ -99,15 +105,21 @@ class _Launch:
             finally:
                 await asyncio.shield(asyncio.to_thread(cluster.close))
 
-    def _left(self, path: Path) -> World | None:
+    def _left(self, path: Path, position: Position) -> World:
         """The world that the run had when it ended; a journal that doesn't say is set aside."""
-        entries = [entry.model_dump(mode="json") for entry in read_journal(path)]
-        world = replay(entries, self.run_config.system)
-        if world is None:
-            aside = path.with_name(f"journal-{int(time.time())}.jsonl")
-            log.warning("the journal does not lead on, a new one begins", aside=str(aside))
-            path.rename(aside)
-        return world
+        system, world = self.run_config.system, None
+        if path.exists():
+            try:
+                entries = [entry.model_dump(mode="json") for entry in read_journal(path)]
+                world = replay(entries, system)
+            except LineError as error:
+                log.warning("the journal can't be read", error=str(error))
+            if world is None:
+                aside = path.with_name(f"journal-{int(time.time())}.jsonl")
+                log.warning("the journal does not lead on, a new one begins", aside=str(aside))
+                path.rename(aside)
+        # Without a journal nobody is left, and links begin at epoch 1, under a store of this run.
+        return world or system.initial()._replace(lineage=position.lineage)
 
     def _sinks(self) -> Iterator[Sink]:
         settings = self.config.metrics
@@ -198,7 +210,7 @@ class _Launch:
                 await driver.restore(self.position)
             await driver.train()
         summary = {"finished": True, "steps": steps}
-        (self.folder / "run.json").write_text(json.dumps(summary) + "\n")
+        write_durably(self.folder / "run.json", json.dumps(summary).encode() + b"\n")
 
 
 class _Layout:

@@ -213,7 +213,7 @@ async def _save(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     (folder,) = arguments
     if me.weights is not None:
         me.site.saved[folder.parent.name, folder.name] = me.weights
-    return None, None
+    return None, {}
 
 
 async def _push(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig, WarmupConfig
+from fsm_trainer.data.durable import Seal, seal
 from fsm_trainer.data.models import load_tokenizer, pad_token
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.data.trajectory import Trajectory
@@ -78,10 +79,10 @@ class TrainerHost(Host):
         """The step's random stream, the same on every rank and after a resume."""
         return torch.Generator().manual_seed(derive(self.seed, self.place.name, step))
 
-    def do_save(self, directory: Path) -> tuple[None, None]:
-        """Write a checkpoint of this role."""
+    def do_save(self, directory: Path) -> tuple[None, dict[str, Seal]]:
+        """Write a checkpoint of this role; rank 0 gives the seals of all ranks' files."""
         self.trainer.save(directory)
-        return None, None
+        return None, seal(directory) if self.place.rank == 0 else {}
 
 
 class CriticHost(TrainerHost):

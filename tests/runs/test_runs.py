@@ -61,13 +61,13 @@ def test_a_run_conforms_to_the_tables_row_29(trained: Trained) -> None:
     assert traced.returncode == 0, traced.stdout + traced.stderr
 
 
-def test_the_actor_wakes_once_a_step(trained: Trained) -> None:
+def test_actor_and_critic_wake_once_a_step_also_when_they_save(trained: Trained) -> None:
     steps = by_step(trained.journal)
 
-    assert len(steps) == 3
-    for step in steps:
-        wakes = [e for e in step if e.worker == "actor" and e.trigger == "wake"]
-        assert len(wakes) == 1
+    done = [Counter((e.worker, e.trigger) for e in step) for step in steps]
+    for role in ("actor", "critic"):
+        assert [one[role, "wake"] for one in done] == [1, 1, 1]
+        assert [one[role, "save"] for one in done] == [0, 1, 1]
 
 
 def test_a_journal_with_any_transition_changed_does_not_conform(
@@ -101,16 +101,27 @@ def test_the_same_seed_gives_bit_equal_weights(trained: Trained, tmp_path: Path)
         assert trained.weights(3, role) == again.weights(3, role)
 
 
-def test_a_resumed_run_ends_where_an_undisturbed_one_does(trained: Trained, tmp_path: Path) -> None:
+def test_a_run_resumed_before_a_damaged_checkpoint_ends_where_an_undisturbed_one_does(
+    trained: Trained, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    train(folder, "steps=2", "checkpoint.every=2")
+    train(folder, "steps=2", "checkpoint.every=1")
+    damaged = folder / "checkpoints" / "step-000002" / "critic" / "trainer" / "rank-0.pt"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with (folder / "journal.jsonl").open("ab") as journal:
+        journal.write(b"\0\0\0\n")  # as a power cut may leave it: a new journal begins
 
     resumed = resume(folder, "steps=3")
 
+    assert "a checkpoint is damaged, the one before it is taken" in resumed.output
+    assert "critic/trainer/rank-0.pt holds other bytes than were written" in resumed.output
     for role in ("actor", "critic"):
         assert resumed.weights(3, role) == trained.weights(3, role)
     assert trace(folder).returncode == 0
-    # A restart begins a lineage of its own.
+    assert len([*folder.glob("journal-*.jsonl")]) == 1
+    # A restart begins a lineage of its own, the new journal tells of it too.
     versions = [e.version for e in resumed.journal if e.worker == "actor" and e.version]
     assert versions[-1] == "2.4"
 

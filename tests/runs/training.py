@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,6 +127,17 @@ class RunningRun:
     def kill(self, worker: str) -> None:
         """Kill a worker's process."""
         os.kill(self.pid(worker), signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Kill every process of the run at once, and remove Ray's temporary folder."""
+        family = _family(self.process.pid)
+        told = " ".join(" ".join(member.cmdline()) for member in family if member.is_running())
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=20)
+        for folder in set(re.findall(r"--temp_dir=(\S*/fsm-ray-\w+)", told)):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _until(self, done: Callable[[], bool], what: str, seconds: float) -> None:
         until = time.monotonic() + seconds

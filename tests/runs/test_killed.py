@@ -1,0 +1,96 @@
+"""All processes of a run SIGKILLed at once, at any moment: resumed, it learns the same."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.runs import telling
+from tests.runs.training import SMALL, RunningRun, Trained, resume, running, trace
+
+STEPS = 5
+SETTINGS = (*SMALL, f"steps={STEPS}", "checkpoint.every=1", "rollout.generate=telling:generate")
+SETS = [part for text in SETTINGS for part in ("--set", text)]
+POINTS = [*range(3), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(3, 20))]
+LONGEST = 0.1
+"""Seconds from what is waited for to the kill, at most: what the longest phase takes here."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hook() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(telling.__file__).parent), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The run that nobody kills."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(telling.FILE, str(folder.with_name("told")))
+        with running(folder, *SETS) as run:
+            trained = run.wait()
+    assert trained.exit == 0, trained.output
+    return trained
+
+
+def moment(run: RunningRun, undisturbed: Trained, random: Random, saving: bool) -> None:
+    """Wait for a random moment between the first checkpoint and the end.
+
+    Either a record of the journal and then some, or a save: a role's part is half-written.
+    """
+    checkpoints, journal = run.folder / "checkpoints", run.folder / "journal.jsonl"
+    triggers = [entry.trigger for entry in undisturbed.journal]
+    first = [n for n, trigger in enumerate(triggers) if trigger == "generate"][2]
+    count = random.randrange(first, len(triggers) - triggers[::-1].index("push"))
+    step, role = random.randrange(2, STEPS + 1), random.choice(("actor", "critic"))
+    partial = checkpoints / f"step-{step:06d}" / f".{role}.partial"
+
+    def reached() -> bool:
+        return partial.exists() if saving else journal.read_bytes().count(b"\n") > count
+
+    wait(lambda: (checkpoints / "step-000001" / "position.json").exists(), 120)
+    wait(reached, 120)
+    time.sleep(random.random() * (0.02 if saving else LONGEST))
+
+
+def wait(until: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, until
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_killed_at_a_random_moment_and_resumed_learns_what_an_undisturbed_one_does(
+    point: int, undisturbed: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, told = tmp_path / "run", tmp_path / "told"
+    monkeypatch.setenv(telling.FILE, str(told))
+
+    with running(folder, *SETS) as run:
+        moment(run, undisturbed, Random(point), saving=point % 3 == 2)
+        run.kill_all()
+    wait(lambda: telling.processes(told) == [], 20)
+    assert not (folder / "run.json").exists()
+
+    resumed = resume(folder)
+
+    for role in ("actor", "critic"):
+        assert resumed.weights(STEPS, role) == undisturbed.weights(STEPS, role)
+    # No sample twice, none lost: each step has the samples that it has in the undisturbed run.
+    steps = telling.trained(told)
+    assert steps == telling.trained(undisturbed.folder.with_name("told"))
+    assert {*Counter(chain(*steps.values())).values()} == {1}
+    assert [row.step for row in resumed.metrics if row.phase_seconds] == [*range(1, STEPS + 1)]
+    assert trace(folder).returncode == 0
+    versions = [e.version for e in resumed.journal if e.worker == "actor" and e.version]
+    assert versions[-1] == f"2.{STEPS + 1}"

@@ -31,7 +31,7 @@ from fsm_trainer.machine.errors import ActionFailed, DeadlineExceeded, EngineFai
 from fsm_trainer.machine.version import Version
 
 if TYPE_CHECKING:
-    from fsm_trainer.engines.link_end import Vitals
+    from fsm_trainer.engines.process import Vitals
     from fsm_trainer.groups.membership import Membership
     from fsm_trainer.sync.manifest import Manifest, TensorSpec
 

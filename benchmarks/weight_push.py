@@ -24,8 +24,9 @@ from typing import Any
 
 from benchmarks.machine import Devices, write
 from fsm_trainer.engines.config import EmbeddedConfig, SglangConfig
-from fsm_trainer.engines.contract import Engine, PauseMode, Tag
+from fsm_trainer.engines.contract import PauseMode, Tag
 from fsm_trainer.engines.embedded import EmbeddedEngine
+from fsm_trainer.engines.engine import Engine
 from fsm_trainer.engines.sglang import SglangEngine
 from fsm_trainer.groups.membership import Membership
 from fsm_trainer.groups.rendezvous import Rendezvous

@@ -6,17 +6,16 @@ import os
 from typing import TYPE_CHECKING
 
 from fsm_trainer.engines.config import EmbeddedConfig
+from fsm_trainer.engines.engine import Engine
 from fsm_trainer.engines.process import EngineProcess, Server
-from fsm_trainer.engines.remote import RemoteEngine
 
 if TYPE_CHECKING:
-    from fsm_trainer.engines.contract import Engine
     from fsm_trainer.sync.manifest import TensorSpec
 
 SERVER = "fsm_trainer.engines.embedded_server"
 
 
-class EmbeddedEngine(RemoteEngine):
+class EmbeddedEngine(Engine):
     """An `Engine` of our own, for where SGLang isn't installed.
 
     Tokens depend on a request and the weights alone; on CPU with equal ``threads`` log-probs are
@@ -36,7 +35,3 @@ class EmbeddedEngine(RemoteEngine):
         timeout = self._config.start_timeout
         specs: list[TensorSpec] = server.call("start", self._model, self._config, timeout=timeout)
         return specs
-
-
-if TYPE_CHECKING:
-    _keeps_the_contract: type[Engine] = EmbeddedEngine

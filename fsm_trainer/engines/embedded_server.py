@@ -21,18 +21,17 @@ from typing import TYPE_CHECKING
 
 from fsm_trainer.engines.contract import Completion, PauseMode, Request, Tag
 from fsm_trainer.engines.limits import Limits
-from fsm_trainer.engines.link_end import LinkEnd, Vitals, portable, resident_bytes
-from fsm_trainer.engines.process import Answer, Call
+from fsm_trainer.engines.process import Answer, Call, portable
 
 if TYPE_CHECKING:
     from fsm_trainer.engines.config import EmbeddedConfig
     from fsm_trainer.engines.decoder import Decoder
     from fsm_trainer.engines.replica import Replica
-    from fsm_trainer.groups.membership import Membership
     from fsm_trainer.machine.version import Version
     from fsm_trainer.sync.manifest import Manifest, TensorSpec
 
 _AT_ONCE = ("abort", "pause", "unpause", "revoke", "vitals")
+_OF_THE_LINK = ("join", "leave", "checksums", "revoke", "vitals")
 
 
 @dataclass
@@ -56,7 +55,6 @@ class EmbeddedServer:
         self._held = False
         self._stepping = threading.Lock()
         self._generations: dict[str, _Generation] = {}
-        self._link = LinkEnd()
 
     def read(self) -> None:
         """Take calls for ever; an idle engine waits here for the next, or for end of file."""
@@ -84,7 +82,8 @@ class EmbeddedServer:
             if call.method == "generate":
                 self._generate(call.number, *call.arguments)
             else:
-                self._answer(call.number, getattr(self, call.method)(*call.arguments))
+                called = self._replica if call.method in _OF_THE_LINK else self
+                self._answer(call.number, getattr(called, call.method)(*call.arguments))
         except Exception as error:
             self._answer(call.number, error=portable(call.method, error))
 
@@ -159,28 +158,15 @@ class EmbeddedServer:
         """Drop the KV cache."""
         self._decoder.clear()
 
-    def join(self, membership: Membership) -> None:
-        """Open the lease."""
-        self._link.join(membership, str(self._replica.device), self._replica.ready)
-
-    def leave(self) -> None:
-        """Close the lease."""
-        self._link.leave()
-
     def receive(self, manifest: Manifest) -> None:
         """Receive a push; what was cached under the old weights goes first."""
-        assert self._link.lease is not None  # the client's admission has seen to it
         self._decoder.clear()
-        self._replica.receive(self._link.lease, manifest)
+        self._replica.receive(manifest)
 
     def reset_weights(self) -> None:
         """Zero the weights."""
         self._decoder.clear()
         self._replica.reset()
-
-    def checksums(self) -> dict[str, str]:
-        """Checksum the weights."""
-        return self._replica.checksums()
 
     # What is carried out at once: the reader.
 
@@ -200,14 +186,6 @@ class EmbeddedServer:
         """Go on, and wake the main thread for it."""
         self._held = False
         self._queue.put(lambda: None)
-
-    def revoke(self) -> None:
-        """Revoke the lease."""
-        self._link.revoke()
-
-    def vitals(self) -> Vitals:
-        """What only this process knows."""
-        return Vitals(*self._link.groups, resident_bytes(), self._replica.device_bytes)
 
 
 def _or_exit(serve: Callable[[], None]) -> None:

@@ -2,85 +2,69 @@
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
-from fsm_trainer.machine.errors import ActionFailed, FsmError
+import torch
 
-if TYPE_CHECKING:
-    from fsm_trainer.groups.lease import Lease
-    from fsm_trainer.groups.membership import Membership
-
-
-class Vitals(NamedTuple):
-    """What only the process that holds the weights knows; see `Health`."""
-
-    epoch: int | None
-    groups: tuple[str, ...]
-    resident_bytes: int
-    device_bytes: int
+from fsm_trainer.engines.process import Vitals, resident_bytes
+from fsm_trainer.groups.lease import Lease, registered_groups
+from fsm_trainer.groups.membership import Membership
+from fsm_trainer.sync.manifest import Manifest
+from fsm_trainer.sync.push import Receiver
 
 
-class LinkEnd:
-    """Holds the lease; any thread may revoke it, also while it opens."""
+class LinkEnd(ABC):
+    """Weights on ``device`` that pushes reach; any thread may revoke the lease.
 
-    def __init__(self) -> None:
-        from fsm_trainer.groups.lease import registered_groups
+    Its methods are what the engine calls, over a connection.
+    """
 
-        self.lease: Lease | None = None
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._lease: Lease | None = None
+        self._receiver = Receiver()
         self._revoked = False
         self._before = registered_groups()
 
-    def join(self, membership: Membership, device: str, ready: Callable[[Lease], None]) -> None:
-        """Open the lease and make ``ready`` for pushes; a revocation may come meanwhile."""
-        from fsm_trainer.groups.lease import Lease
+    @abstractmethod
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Say how to load a bucket's tensors; see `sync.push.Receiver`."""
 
+    def join(self, membership: Membership) -> None:
+        """Open the lease and make ready for pushes; a revocation may come meanwhile."""
         self._revoked = False
-        self.lease = Lease.open(membership, device)
+        self._lease = Lease.open(membership, str(self.device))
         if self._revoked:
             self.revoke()
         try:
-            ready(self.lease)
+            self._receiver.ready(self._lease, self._bind)
         except BaseException:
             self.leave()
             raise
 
     def leave(self) -> None:
         """Close the lease."""
-        lease, self.lease = self.lease, None
+        lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
 
     def revoke(self) -> None:
         """Revoke the lease, or the one that is about to open."""
         self._revoked = True
-        lease = self.lease
+        lease = self._lease
         if lease is not None:
             lease.revoke("the worker revoked it")
 
-    @property
-    def groups(self) -> tuple[int | None, tuple[str, ...]]:
-        """The epoch of a lease that is good, and the groups registered here since this began."""
-        from fsm_trainer.groups.lease import registered_groups
+    def receive(self, manifest: Manifest) -> None:
+        """Receive every bucket of a push straight into the weights."""
+        assert self._lease is not None  # the engine's admission has seen to it
+        self._receiver.receive(self._lease, manifest, self._bind)
 
-        lease = self.lease
+    def vitals(self) -> Vitals:
+        """What only this process knows: of groups, those that were registered since this began."""
+        lease = self._lease
         epoch = lease.epoch if lease is not None and lease.usable else None
-        return epoch, tuple(g for g in registered_groups() if g not in self._before)
-
-
-def portable(method: str, error: Exception) -> Exception:
-    """Return an error that the client's process can read: our own, or ActionFailed."""
-    if isinstance(error, FsmError):
-        return error
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(last.filename).name}:{last.lineno}"
-    return ActionFailed(f"the engine could not {method}: {type(error).__name__}: {error} ({where})")
-
-
-def resident_bytes() -> int:
-    """The resident set of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+        groups = tuple(g for g in registered_groups() if g not in self._before)
+        used = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+        return Vitals(epoch, groups, resident_bytes(), used)

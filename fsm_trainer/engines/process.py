@@ -9,15 +9,17 @@ import itertools
 import os
 import socket
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsm_trainer.data.child import PROMPT, Child
-from fsm_trainer.machine.errors import DeadlineExceeded, EngineFailed
+from fsm_trainer.machine.errors import ActionFailed, DeadlineExceeded, EngineFailed, FsmError
 
 
 class Call(NamedTuple):
@@ -34,6 +36,15 @@ class Answer(NamedTuple):
     number: int
     result: Any
     error: Exception | None
+
+
+class Vitals(NamedTuple):
+    """What only the process that holds the weights knows; see `Health`."""
+
+    epoch: int | None
+    groups: tuple[str, ...]
+    resident_bytes: int
+    device_bytes: int
 
 
 def hang_up(connection: Connection) -> None:
@@ -163,3 +174,18 @@ class EngineProcess(Caller):
 
     def _how(self) -> str:
         return f"the engine process {self.pid} {self._child.end}"
+
+
+def portable(method: str, error: Exception) -> Exception:
+    """Return an error that the client's process can read: our own, or ActionFailed."""
+    if isinstance(error, FsmError):
+        return error
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(last.filename).name}:{last.lineno}"
+    return ActionFailed(f"the engine could not {method}: {type(error).__name__}: {error} ({where})")
+
+
+def resident_bytes() -> int:
+    """The resident set of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

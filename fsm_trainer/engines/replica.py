@@ -10,15 +10,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from fsm_trainer.groups.lease import Lease
+from fsm_trainer.engines.link_end import LinkEnd
 from fsm_trainer.machine.errors import CapabilityMissing
 from fsm_trainer.sync.buckets import copier
 from fsm_trainer.sync.checksums import checksums
-from fsm_trainer.sync.manifest import Manifest, TensorSpec
-from fsm_trainer.sync.push import Receiver
+from fsm_trainer.sync.manifest import TensorSpec
 
 
-class Replica:
+class Replica(LinkEnd):
     """A causal language model of a folder in the Hugging Face layout; reads its config only.
 
     It starts without weights, on no device. Raises CapabilityMissing for an architecture that
@@ -28,11 +27,10 @@ class Replica:
     def __init__(self, folder: str, dtype: str, device: str) -> None:
         self._config = AutoConfig.from_pretrained(folder, local_files_only=True)
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self.device = torch.device(device)
+        super().__init__(torch.device(device))
         _check_architecture(self._config.get_text_config(), folder)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise CapabilityMissing(f"device {device!r}: torch sees no CUDA device; use 'cpu'")
-        self._receiver = Receiver()
         self.release()
         self.specs = _specs(self.model)
 
@@ -52,28 +50,15 @@ class Replica:
             torch.cuda.empty_cache()
         ctypes.CDLL(None).malloc_trim(0)
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes that torch holds on an accelerator; 0 on CPU."""
-        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
-
     def reset(self) -> None:
         """Set every tensor of ``specs`` to zero."""
         for tensor in _tensors(self.model).values():
             tensor.detach().zero_()
 
-    def ready(self, lease: Lease) -> None:
-        """Make ready for pushes over a lease; see `sync.push.Receiver`."""
-        self._receiver.ready(lease, self._bind)
-
-    def receive(self, lease: Lease, manifest: Manifest) -> None:
-        """Receive every bucket straight into the weights; see `sync.push.Receiver`."""
-        self._receiver.receive(lease, manifest, self._bind)
-
-    def _bind(self, bucket: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         targets = _tensors(self.model)
         # The manifest fits `specs`: a name that isn't there is tied to one that is.
-        return copier((targets[name], bucket[name]) for name in bucket if name in targets)
+        return copier((targets[name], tensors[name]) for name in tensors if name in targets)
 
     def checksums(self) -> dict[str, str]:
         """Return a checksum for each tensor of ``specs``."""

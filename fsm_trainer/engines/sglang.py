@@ -24,15 +24,14 @@ from urllib.parse import urlsplit
 from fsm_trainer.data.child import PROMPT
 from fsm_trainer.engines.config import SglangConfig
 from fsm_trainer.engines.contract import Completion, PauseMode, Request, Tag
+from fsm_trainer.engines.engine import Engine
 from fsm_trainer.engines.process import Caller, EngineProcess, Server, hang_up
-from fsm_trainer.engines.remote import RemoteEngine
 from fsm_trainer.engines.sglang_api import Api, command
 from fsm_trainer.machine.errors import ActionFailed, DeadlineExceeded, EngineFailed
 from fsm_trainer.machine.version import Version
 
 if TYPE_CHECKING:
-    from fsm_trainer.engines.contract import Engine
-    from fsm_trainer.engines.link_end import Vitals
+    from fsm_trainer.engines.process import Vitals
     from fsm_trainer.groups.membership import Membership
     from fsm_trainer.sync.manifest import Manifest, TensorSpec
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 _LOOK = 0.2
 
 
-class SglangEngine(RemoteEngine):
+class SglangEngine(Engine):
     """An `Engine` that is an SGLang server, of the worker's own or at a URL.
 
     With ``deterministic``, tokens depend on a request and the weights alone as long as no greedy
@@ -373,7 +372,3 @@ def _way_to(url: str | None) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
         return str(probe.getsockname()[0])
-
-
-if TYPE_CHECKING:
-    _keeps_the_contract: type[Engine] = SglangEngine

@@ -18,23 +18,18 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsm_trainer.engines.link_end import LinkEnd, Vitals, portable, resident_bytes
-from fsm_trainer.engines.process import Answer, Call, hang_up
+from fsm_trainer.engines.link_end import LinkEnd
+from fsm_trainer.engines.process import Answer, Call, hang_up, portable
 from fsm_trainer.engines.replica import layout
 from fsm_trainer.machine.errors import CapabilityMissing
 from fsm_trainer.sync.buckets import Parcel, copier
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Bucket, Manifest, TensorSpec
-from fsm_trainer.sync.push import Receiver
-
-if TYPE_CHECKING:
-    from fsm_trainer.groups.lease import Lease
-    from fsm_trainer.groups.membership import Membership
 
 ON_SCHEDULER = ("learn", "reset_weights", "receive", "checksums")
 CALLS = (*ON_SCHEDULER, "join", "leave", "revoke", "note", "asleep", "vitals")
@@ -84,16 +79,15 @@ class Place(NamedTuple):
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
 
-class Agent:
+class Agent(LinkEnd):
     """One scheduler process, called by one worker; ends with the connection."""
 
     def __init__(self, model: torch.nn.Module, address: tuple[str, int], key: str) -> None:
+        super().__init__(next(model.parameters()).device)
         self._load_weights: Callable[[list[tuple[str, torch.Tensor]]], object] = model.load_weights  # type: ignore[assignment]
-        self._model, self._link, self._receiver = model, LinkEnd(), Receiver()
+        self._model = model
         self._places: dict[str, list[Place]] = {}
         self._specs: list[TensorSpec] = []
-        parameter = next(model.parameters())
-        self._device = str(parameter.device)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         wire = socket.create_connection(address, timeout=GREETING)
         wire.settimeout(None)
@@ -117,8 +111,8 @@ class Agent:
 
     def end(self) -> None:
         """Let go of the link, and of who calls us."""
-        self._link.revoke()
-        self._link.leave()
+        self.revoke()
+        self.leave()
         hang_up(self._connection)
 
     def _read(self) -> None:
@@ -148,21 +142,6 @@ class Agent:
 
     # What the worker calls.
 
-    def join(self, membership: Membership) -> None:
-        """Open the lease."""
-        self._link.join(membership, self._device, self._ready)
-
-    def _ready(self, lease: Lease) -> None:
-        self._receiver.ready(lease, self._bind)
-
-    def leave(self) -> None:
-        """Close the lease."""
-        self._link.leave()
-
-    def revoke(self) -> None:
-        """Revoke the lease."""
-        self._link.revoke()
-
     def note(self, tag: str, asleep: bool) -> None:
         """Memory was released, or mapped again."""
         (_asleep.add if asleep else _asleep.discard)(tag)
@@ -170,11 +149,6 @@ class Agent:
     def asleep(self) -> list[str]:
         """What is released."""
         return sorted(_asleep)
-
-    def vitals(self) -> Vitals:
-        """What only this process knows."""
-        used = torch.cuda.memory_reserved(self._device) if "cuda" in self._device else 0
-        return Vitals(*self._link.groups, resident_bytes(), used)
 
     @torch.no_grad()
     def learn(self, folder: str, dtype: str) -> list[TensorSpec]:
@@ -204,7 +178,7 @@ class Agent:
         return self._specs
 
     def _learn(self, bucket: Bucket) -> None:
-        flat = torch.zeros(bucket.bytes, dtype=torch.uint8, device=self._device)
+        flat = torch.zeros(bucket.bytes, dtype=torch.uint8, device=self.device)
         views = Parcel(0, bucket, flat).views
         starts = {view.data_ptr(): (name, view) for name, view in views.items() if view.numel()}
         with _Copies(flat) as seen:
@@ -232,11 +206,6 @@ class Agent:
         with torch.inference_mode():
             for parameter in self._model.parameters():
                 parameter.data.zero_()
-
-    def receive(self, manifest: Manifest) -> None:
-        """Receive every bucket of a push straight into the engine's memory."""
-        assert self._link.lease is not None  # the worker's admission has seen to it
-        self._receiver.receive(self._link.lease, manifest, self._bind)
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         # A tied name has no place of its own.

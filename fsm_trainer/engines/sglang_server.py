@@ -9,8 +9,7 @@ import os
 import threading
 from multiprocessing.connection import Connection
 
-from fsm_trainer.engines.link_end import portable
-from fsm_trainer.engines.process import Answer, Call
+from fsm_trainer.engines.process import Answer, Call, portable
 from fsm_trainer.machine.errors import CapabilityMissing
 
 

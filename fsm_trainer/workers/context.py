@@ -18,7 +18,8 @@ import numpy as np
 from fsm_trainer.data.models import encode_prompt
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.data.trajectory import Prompt, Sample, Status, Trajectory
-from fsm_trainer.engines.contract import Completion, Engine, Finish, Request
+from fsm_trainer.engines.contract import Completion, Finish, Request
+from fsm_trainer.engines.engine import Engine
 from fsm_trainer.machine.errors import DataError
 from fsm_trainer.machine.version import Version
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsm_trainer.engines.link_end import resident_bytes
+from fsm_trainer.engines.process import resident_bytes
 from fsm_trainer.groups.membership import Membership
 from fsm_trainer.groups.rendezvous import Address
 from fsm_trainer.machine.events import Effect

@@ -11,8 +11,9 @@ from typing import Any
 from fsm_trainer.data.models import load_tokenizer
 from fsm_trainer.data.trajectory import Sample, Trajectory
 from fsm_trainer.engines.config import EngineConfig, SglangConfig
-from fsm_trainer.engines.contract import Engine, Tag
+from fsm_trainer.engines.contract import Tag
 from fsm_trainer.engines.embedded import EmbeddedEngine
+from fsm_trainer.engines.engine import Engine
 from fsm_trainer.engines.sglang import SglangEngine
 from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource

@@ -18,8 +18,9 @@ import torch
 
 from fsm_trainer.data.tiny import TinyModelConfig, make_tiny_model
 from fsm_trainer.engines.config import EmbeddedConfig, SglangConfig
-from fsm_trainer.engines.contract import Engine, PauseMode, Request, Tag
+from fsm_trainer.engines.contract import PauseMode, Request, Tag
 from fsm_trainer.engines.embedded import EmbeddedEngine
+from fsm_trainer.engines.engine import Engine
 from fsm_trainer.engines.sglang import SglangEngine
 from fsm_trainer.groups.membership import Membership
 from fsm_trainer.machine.version import Version

@@ -17,8 +17,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsm_trainer.engines.contract import Completion, Engine, Finish, PauseMode, Request, Tag
+from fsm_trainer.engines.contract import Completion, Finish, PauseMode, Request, Tag
 from fsm_trainer.engines.embedded import EmbeddedEngine
+from fsm_trainer.engines.engine import Engine
 from fsm_trainer.machine.errors import (
     ActionFailed,
     ConfigError,

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from fsm_trainer.engines.contract import Engine, Health, Request, Tag
+from fsm_trainer.engines.contract import Health, Request, Tag
 from fsm_trainer.engines.embedded import EmbeddedEngine
+from fsm_trainer.engines.engine import Engine
 from fsm_trainer.groups.rendezvous import Rendezvous
 from fsm_trainer.machine.errors import EngineFailed, Refused
 from fsm_trainer.machine.events import Effect

@@ -122,17 +122,17 @@ def test_released_weights_are_given_back_to_the_system(tmp_path: Path) -> None:
     size = sum(spec.bytes for spec in server.start(str(tmp_path), EmbeddedConfig()))
     gc.unfreeze()
     server.release(Tag.KV)
-    sleeping = server.vitals()[2]
+    sleeping = server._replica.vitals().resident_bytes
     for tag in Tag:
         server.acquire(tag)
     server._generate(7, [Request("one", (3, 4, 5), 4)], VERSION)
     while server._step():
         pass
     assert ours.recv().number == 7
-    awake = server.vitals()[2]
+    awake = server._replica.vitals().resident_bytes
     for tag in Tag:
         server.release(tag)
-    after = server.vitals()[2]
+    after = server._replica.vitals().resident_bytes
     assert size > 40e6
     assert awake - sleeping > 0.8 * size
     assert awake - after > 0.8 * size

@@ -41,6 +41,7 @@ NEVER = {"machine": HEAVY | {"asyncio"}, "document": HEAVY | {"asyncio"}}
 LIGHT = (
     "data",
     "engines/contract.py",
+    "engines/engine.py",
     "engines/embedded.py",
     "runtime",
     "simulation",

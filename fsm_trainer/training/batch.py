@@ -19,6 +19,7 @@ from fsm_trainer.algorithms.config import Aggregation
 from fsm_trainer.algorithms.masked import token_weights
 from fsm_trainer.data.trajectory import Status, Trajectory
 from fsm_trainer.machine.errors import DataError
+from fsm_trainer.training.packing import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +44,11 @@ class Batch:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 ``[batch]``: tokens of prompt and response."""
+        return self.attention_mask.sum(dim=1)
+
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on ``device``."""
         return self._each(lambda tensor: tensor.to(device))
@@ -62,7 +68,7 @@ class Batch:
 
     def trim(self) -> Batch:
         """Return the batch without the columns that are padding in every row."""
-        time = int(self.attention_mask.sum(dim=1).max())
+        time = int(self.lengths.max())
         return self._each(lambda tensor: tensor[:, :time] if tensor.dim() == 2 else tensor)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -126,7 +132,11 @@ class Place(Protocol):
     world_size: int
     """Ranks of the role."""
     micro_batch: int
-    """Sequences in one forward pass, at most."""
+    """Sequences in one forward pass, at most; says nothing where ``micro_batch_tokens`` does."""
+    micro_batch_tokens: int | None
+    """Tokens in one forward pass, at most, padding included."""
+    packing: bool
+    """Whether sequences share rows in a forward pass."""
 
 
 class Minibatch(NamedTuple):
@@ -150,29 +160,60 @@ class Part(NamedTuple):
     """No other micro-batch follows in this minibatch."""
 
 
-def deal(rows: torch.Tensor, place: Place) -> Minibatch:
+def deal(rows: torch.Tensor, lengths: torch.Tensor, place: Place) -> Minibatch:
     """Return the minibatch of ``rows`` as the rank at ``place`` walks it.
 
-    Each ``world_size``-th row from ``rank`` on is its own, filled up with -1 to equal lengths.
+    ``lengths`` are the tokens of each row of the batch. Each ``world_size``-th row from ``rank`` on
+    is the rank's own, filled up with -1 to equal lengths; where micro-batches are measured in
+    tokens, each ``world_size``-th micro-batch is.
     """
+    if place.micro_batch_tokens is not None:
+        found = _by_tokens(rows.tolist(), lengths.tolist(), place.micro_batch_tokens, place)
+        own = found[place.rank :: place.world_size]
+        return Minibatch(rows, tuple(torch.tensor(micro_batch) for micro_batch in own))
     share = -(-len(rows) // place.world_size)
     filled = torch.full((share * place.world_size,), -1, dtype=torch.int64)
     filled[: len(rows)] = rows
-    own = filled[place.rank :: place.world_size]
-    return Minibatch(rows, torch.split(own, place.micro_batch))
+    return Minibatch(rows, torch.split(filled[place.rank :: place.world_size], place.micro_batch))
+
+
+def _by_tokens(
+    rows: Sequence[int], lengths: Sequence[int], limit: int, place: Place
+) -> list[list[int]]:
+    """Micro-batches of at most ``limit`` tokens, as many as a multiple of the ranks."""
+    filled: list[Rows] = []
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        if lengths[row] > limit:
+            raise DataError(
+                f"a sequence has {lengths[row]} tokens, but micro_batch_tokens allows {limit} in a "
+                f"forward pass. Set it to {lengths[row]} at least, or generate fewer"
+            )
+        if not any(micro_batch.add(row, lengths[row], limit) for micro_batch in filled):
+            filled.append(Rows(lengths[row], place.packing))
+            filled[-1].add(row, lengths[row])
+    found = [micro_batch.sequences for micro_batch in filled]
+    while len(found) % place.world_size:
+        # The half with the longest row is the larger one: the other fits however it is packed.
+        largest = max(found, key=len)
+        found.remove(largest)
+        middle = -(-len(largest) // 2)
+        found += [largest[:middle], largest[middle:] or [[-1]]]
+    return [[row for packed in micro_batch for row in packed] for micro_batch in found]
 
 
 def draw_epochs(
-    epochs: int, minibatches: int, count: int, generator: torch.Generator, place: Place
+    epochs: int, minibatches: int, lengths: torch.Tensor, generator: torch.Generator, place: Place
 ) -> list[list[Minibatch]]:
-    """Return passes over ``count`` rows, each in a random order, as the rank at ``place`` walks it.
+    """Return passes over rows, each in a random order, as the rank at ``place`` walks it.
 
+    ``lengths`` are the rows' tokens.
     The order is drawn over global rows and only then dealt to the ranks: with generators in equal
     states, every rank draws the same minibatches, and so does another number of ranks.
     """
+    count = len(lengths)
     orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]
     shares = (order.tensor_split(min(minibatches, count)) for order in orders)
-    return [[deal(rows, place) for rows in epoch] for epoch in shares]
+    return [[deal(rows, lengths, place) for rows in epoch] for epoch in shares]
 
 
 def parts(

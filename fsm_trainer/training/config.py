@@ -73,7 +73,13 @@ class TrainerConfig(BaseModel, extra="forbid", frozen=True):
     dtype: Dtype = "float32"
     """Of the weights that compute; with ``bfloat16`` the optimizer keeps float32 masters."""
     micro_batch: int = Field(default=64, ge=1)
-    """Sequences in one forward pass, at most."""
+    """Sequences in one forward pass, at most; says nothing where ``micro_batch_tokens`` is set."""
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens in one forward pass, at most, padding included: many short sequences or few long ones.
+    A sequence that is longer is an error."""
+    packing: bool = False
+    """Put several sequences into a row in the place of padding, attention kept apart. A model that
+    doesn't keep them apart is refused at start."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     offload: OffloadConfig = OffloadConfig()

@@ -41,7 +41,7 @@ def critic_update(
 
     Gives the same advantages (of every row) and metrics on every rank.
     """
-    epochs = draw_epochs(config.critic_epochs, config.minibatches, len(batch), generator, model)
+    epochs = draw_epochs(config.critic_epochs, config.minibatches, batch.lengths, generator, model)
     mask = batch.loss_mask
     (old_values,) = _table(model, batch, epochs[0], lambda part: (model.values(part),))
     advantages = gae(batch.rewards, old_values, mask, config.gamma, config.lam)
@@ -79,7 +79,7 @@ def actor_update(
     Gives the same metrics on every rank: ``train/``, ``check/`` and ``rollout/`` ones describe the
     batch under the policy as it was before the update.
     """
-    epochs = draw_epochs(config.epochs, config.minibatches, len(batch), generator, model)
+    epochs = draw_epochs(config.epochs, config.minibatches, batch.lengths, generator, model)
     mask = batch.loss_mask
     # In the first epoch's own micro-batches: shapes are those of the gradient pass, so the first
     # ratio is 1 to the last bit, and a drift means a fault rather than another reduction order.

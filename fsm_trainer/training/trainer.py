@@ -23,7 +23,6 @@ from typing import Any, Literal, NoReturn, get_args
 import structlog
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from fsm_trainer.algorithms.losses import entropy
 from fsm_trainer.data.seeds import derive
@@ -31,11 +30,12 @@ from fsm_trainer.groups.backend import can_suspend
 from fsm_trainer.groups.rendezvous import Address
 from fsm_trainer.groups.training import TrainingGroups
 from fsm_trainer.machine.errors import CapabilityMissing, Refused, SelfCheckFailed
-from fsm_trainer.training import checkpoint, models
+from fsm_trainer.training import checkpoint, models, packing
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import GroupPolicy, ScheduleConfig, TrainerConfig
 from fsm_trainer.training.device import Meter, process_bytes
 from fsm_trainer.training.offload import Bank, trim
+from fsm_trainer.training.packing import Layout
 from fsm_trainer.training.port import Bank as BankName
 from fsm_trainer.training.port import Scores
 from fsm_trainer.training.reference import Reference
@@ -71,7 +71,8 @@ class ModelTrainer:
         total_steps: int,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.micro_batch = config.micro_batch
+        self.micro_batch, self.packing = config.micro_batch, config.packing
+        self.micro_batch_tokens = config.micro_batch_tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.held: set[str] = set()
         self.steps = 0
@@ -145,6 +146,9 @@ class ModelTrainer:
         try:
             with self._groups.guard("start"):
                 self._engine = ZeroEngine(self._module, self._config)
+                if self.packing:
+                    vocabulary = self._module.get_input_embeddings().num_embeddings
+                    packing.check(self._engine.hidden, vocabulary, self.device)
                 if self._checkpoint is not None:
                     stage = self._config.zero_stage
                     shard = checkpoint.read(self._checkpoint, self.rank, stage, self.world_size)
@@ -182,17 +186,19 @@ class ModelTrainer:
         ``bank="reference"`` puts the frozen weights in the place of the live ones; they stay
         there until something needs the live ones again.
         """
+        layout = Layout(batch.tokens, batch.lengths, self.packing)
         with self._using("logprobs", bank) as engine:
-            logits = engine.forward(batch.tokens[:, :-1]).float() / temperature
-        chosen = logits.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-        spread = F.pad(entropy(logits), (1, 0)) if with_entropy else None
-        return Scores(F.pad(chosen - logits.logsumexp(-1), (1, 0)), spread)
+            logits = engine.forward(layout.inputs, layout.positions).float() / temperature
+        chosen = logits.gather(-1, layout.targets[..., None]).squeeze(-1)
+        spread = layout.restore(entropy(logits)) if with_entropy else None
+        return Scores(layout.restore(chosen - logits.logsumexp(-1)), spread)
 
     def values(self, batch: Batch) -> torch.Tensor:
         """``[batch, time]`` float32: index t is the head's output at position t - 1."""
+        layout = Layout(batch.tokens, batch.lengths, self.packing)
         with self._using("values") as engine:
-            output = engine.forward(batch.tokens[:, :-1])
-        return F.pad(output.float().squeeze(-1), (1, 0))
+            output = engine.forward(layout.inputs, layout.positions)
+        return layout.restore(output.float().squeeze(-1))
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; ``last`` marks the accumulation boundary."""

@@ -51,7 +51,7 @@ def warmup_steps(
         drawn = torch.randint(len(pairs), (batch_size,), generator=generator)
         batch = _collate([pairs[row] for row in drawn.tolist()], pad_token)
         rows = torch.arange(batch_size)
-        minibatch = deal(rows, model)
+        minibatch = deal(rows, batch.lengths, model)
         for part in parts(batch, minibatch, "token", model.device):
             scores = model.logprobs(part.batch, 1.0)
             loss = -(part.weights * keep(scores.logprobs, part.batch.loss_mask)).sum()

@@ -61,13 +61,25 @@ class ZeroEngine:
             model=module, optimizer=self._adamw, config=settings, dist_init_required=False
         )[0]
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of ``tokens`` ``[batch, time]``, padded on the right.
 
-        No attention mask: under a causal mask no token sees padding that stands to its right.
+        No attention mask: under a causal mask no token sees padding that stands to its right, and
+        where ``positions`` begin anew, another sequence does.
         """
-        logits: torch.Tensor = self._engine(input_ids=tokens, use_cache=False).logits
+        logits: torch.Tensor = self._run(tokens, positions).logits
         return logits
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The last hidden states, ``[batch, time, width]``."""
+        states: torch.Tensor = self._run(
+            tokens, positions, output_hidden_states=True
+        ).hidden_states[-1]
+        return states
+
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor | None, **more: bool) -> Any:
+        given = {} if positions is None else {"position_ids": positions}
+        return self._engine(input_ids=tokens, use_cache=False, **given, **more)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Add gradients; at the last micro-batch they are averaged over the ranks."""

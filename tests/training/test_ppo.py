@@ -89,6 +89,7 @@ class PlainModel:
         self.ranks, self.rank = ranks or Ranks(1), rank
         self.world_size, self.device = self.ranks.size, CPU
         self.micro_batch, self.rate = micro_batch, rate
+        self.micro_batch_tokens, self.packing = None, False
         kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adam if adam else torch.optim.SGD
         self.optimizer = kind(self.net.parameters(), lr=rate)
         self.gradients: list[torch.Tensor] = []

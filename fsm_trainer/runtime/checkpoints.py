@@ -96,7 +96,7 @@ class Checkpoints:
                 aside = bad.with_name(f"damaged-{bad.name}")
                 log.warning(
                     "a checkpoint is damaged, the one before it is taken",
-                    damage=because, moved_to=str(aside), step=position.step,
+                    damage=because, moved_to=str(aside), taken=position.step,
                 )  # fmt: skip
                 shutil.rmtree(aside, ignore_errors=True)
                 bad.rename(aside)

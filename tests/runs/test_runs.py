@@ -94,6 +94,15 @@ def test_a_journal_with_any_transition_changed_does_not_conform(
             assert not conforms([*before, {**record, field: value}, *after]), (record, field)
 
 
+def test_every_step_changes_the_weights(trained: Trained) -> None:
+    """Or else the tests below could not fail."""
+    for role in ("actor", "critic"):
+        assert trained.weights(2, role) != trained.weights(3, role)
+    for row in trained.metrics:
+        if row.phase_seconds:
+            assert min(row.numbers()[f"{role}/grad_norm"] for role in ("actor", "critic")) > 0
+
+
 def test_the_same_seed_gives_bit_equal_weights(trained: Trained, tmp_path: Path) -> None:
     again = train(tmp_path / "run", "steps=3", "checkpoint.every=2")
 

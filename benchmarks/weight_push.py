@@ -116,8 +116,8 @@ def serve(pipe: Connection, device: str) -> None:
         return time.perf_counter() - began
 
     def push(manifest: Manifest, version: Version) -> float:
-        report = held["sender"].send(held["lease"], held["weights"], manifest, version)
-        return float(report.seconds)
+        sent = held["sender"].send(held["lease"], held["weights"], manifest, version)
+        return float(sent.seconds)
 
     def raw(size: int, times: int) -> list[float]:
         flat = torch.zeros(size, dtype=torch.uint8, device=device)

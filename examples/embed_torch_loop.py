@@ -99,14 +99,14 @@ def trainer(pipe: Connection, store: Address) -> None:
         actor.trigger("connect")
         with actor.action("push") as pushed:
             weights = worker.policy.state_dict().items()
-            report = sender.send(worker.lease, weights, MANIFEST, pushed.version)
+            sent = sender.send(worker.lease, weights, MANIFEST, pushed.version)
         actor.trigger("disconnect")
         actor.reach(State.SLEEPING)
         seen, actions = pipe.recv()
         actor.reach(State.AWAKE)
         with actor.action("train"):
             reward = worker.train(seen, actions)
-        print(f"{report.bytes} bytes of {report.version} pushed, reward {reward:.2f}", flush=True)
+        print(f"{sent.bytes} bytes of {pushed.version} pushed, reward {reward:.2f}", flush=True)
     actor.reach(State.SLEEPING)
     try:
         with actor.action("train"):

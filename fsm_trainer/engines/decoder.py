@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from fsm_trainer.engines.contract import Completion, Finish, Request
 from fsm_trainer.engines.replica import Replica
@@ -65,13 +64,17 @@ class _Sequence:
 
 
 class _Slots(Cache):
-    """Keys and values ``[rows, heads, columns, size]`` a layer; a step writes one column a row."""
+    """Keys and values ``[rows, heads, columns, size]`` a layer.
+
+    A step writes one column a row, at ``at``; a prefill the first columns of the rows ``filling``.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.rows = self.columns = 0
         self.at = torch.empty(0, dtype=torch.int64)
+        self.filling: list[int] = []
         self.width = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -86,21 +89,22 @@ class _Slots(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store this step's ``[rows, heads, 1, size]``; return what the rows may look at."""
-        keys, values = self.layer(layer_idx, key_states, value_states)
+        """Store this step's ``[rows, heads, 1, size]``; return what the rows may look at.
+
+        Of a prefill ``[rows, heads, width, size]``, whose rows look at nothing else.
+        """
+        if layer_idx == len(self.pairs):
+            # Zeros: what is masked is still multiplied by 0, and must be finite.
+            self.pairs.append((self._empty(key_states), self._empty(value_states)))
+        keys, values = self.pairs[layer_idx]
+        if self.filling:
+            keys[self.filling, :, : self.width] = key_states[: len(self.filling)]
+            values[self.filling, :, : self.width] = value_states[: len(self.filling)]
+            return key_states, value_states
         row = torch.arange(len(self.at), device=self.at.device)
         keys[row, :, self.at] = key_states[:, :, 0]
         values[row, :, self.at] = value_states[:, :, 0]
         return keys[: len(row), :, : self.width], values[: len(row), :, : self.width]
-
-    def layer(
-        self, index: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's tensors, made at first use in the shape of ``key`` and ``value``."""
-        if index == len(self.pairs):
-            # Zeros: what is masked is still multiplied by 0, and must be finite.
-            self.pairs.append((self._empty(key), self._empty(value)))
-        return self.pairs[index]
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self.rows, like.shape[1], self.columns, like.shape[3])
@@ -229,19 +233,14 @@ class Decoder:
             prompt = self._running[row].request.tokens[:-1]
             tokens[index, : len(prompt)] = prompt
         device = self._replica.model.device
-        cache = DynamicCache()
+        self._slots.filling, self._slots.width = rows, width
         self._replica.model.base_model(
             input_ids=torch.from_numpy(tokens).to(device),
             position_ids=torch.arange(width, device=device)[None],
             use_cache=True,
-            **{self._cache_name: cache},
+            **{self._cache_name: self._slots},
         )
-        for index, layer in enumerate(cache.layers):
-            assert isinstance(layer, DynamicLayer)  # of a DynamicCache() that was told no other
-            assert layer.keys is not None and layer.values is not None
-            keys, values = self._slots.layer(index, layer.keys, layer.values)
-            keys[rows, :, :width] = layer.keys[: len(rows)]
-            values[rows, :, :width] = layer.values[: len(rows)]
+        self._slots.filling = []
 
     def _decode(self) -> tuple[list[int], list[float]]:
         running, device = self._running, self._replica.model.device

@@ -27,6 +27,7 @@ from fsm_trainer.engines.contract import Completion, PauseMode, Request, Tag
 from fsm_trainer.engines.engine import Engine
 from fsm_trainer.engines.process import Caller, EngineProcess, Server, hang_up
 from fsm_trainer.engines.sglang_api import Api, command
+from fsm_trainer.groups.rendezvous import Address, local_interface
 from fsm_trainer.machine.errors import ActionFailed, DeadlineExceeded, EngineFailed
 from fsm_trainer.machine.version import Version
 
@@ -369,6 +370,4 @@ def _reserved_port() -> tuple[socket.socket, int]:
 def _way_to(url: str | None) -> str:
     """The address of this machine that a server at ``url`` can reach."""
     parts = urlsplit(url or "http://127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
-        return str(probe.getsockname()[0])
+    return local_interface(Address(parts.hostname or "127.0.0.1", parts.port or 80))

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -64,7 +65,7 @@ class _Process:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._host, method)(*arguments)
+        return attrgetter(method)(self._host)(*arguments)
 
     def deal(self, method: str, *arguments: Any) -> Any:
         """As `call`, for several payloads; Ray takes a single one as it is, not in a list."""
@@ -155,7 +156,7 @@ class Cluster:
     async def call(
         self, name: str, method: str, *arguments: Any, seconds: float, **how: Any
     ) -> Any:
-        """Call a method of a host and wait for its value.
+        """Call a method of a host, or of a part of it (``lifecycle.undo``), and wait for its value.
 
         Raises WorkerLost when the process is gone or does not answer within ``seconds``.
         """

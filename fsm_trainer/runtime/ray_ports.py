@@ -70,19 +70,19 @@ class RayPort:
 
     async def acquire(self) -> Report:
         """All ranks together."""
-        return await self._report("acquire")
+        return await self._report("lifecycle.acquire")
 
     async def commit(self) -> Worker:
         """All ranks together."""
-        return await self._worker("commit")
+        return await self._worker("lifecycle.commit")
 
     async def undo(self) -> Worker:
         """All ranks together."""
-        return await self._worker("undo")
+        return await self._worker("lifecycle.undo")
 
     async def sever(self, link: str, world: World) -> Worker:
         """All ranks together."""
-        return await self._worker("sever", link, world)
+        return await self._worker("lifecycle.sever", link, world)
 
     async def _worker(self, method: str, *arguments: Any) -> Worker:
         workers: list[Worker] = await self._all(method, *arguments)

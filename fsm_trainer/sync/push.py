@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -31,7 +30,7 @@ from fsm_trainer.machine.errors import (
 from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.buckets import Checksum, Parcel, settle
 from fsm_trainer.sync.checksums import raw_bytes
-from fsm_trainer.sync.manifest import Manifest
+from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.transports import Transport, transport
 
 # The manifest's digest, the sender's epoch, the weights' lineage and number.
@@ -40,19 +39,6 @@ _HEADER = struct.Struct("<32s3q")
 Views = Mapping[str, torch.Tensor]
 Bind = Callable[[Views], Callable[[], None]]
 """Given a bucket's tensors, says how to load them; asked once for a bucket's place in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class PushReport:
-    """A complete push: weight bytes, seconds from all verdicts to all checksums, buckets, version.
-
-    The seconds hold packing, travelling, loading and checking, and no wait for who comes late.
-    """
-
-    bytes: int
-    seconds: float
-    buckets: int
-    version: Version
 
 
 class _End:
@@ -93,9 +79,11 @@ class Sender(_End):
         named_tensors: Iterable[tuple[str, torch.Tensor]],
         manifest: Manifest,
         version: Version,
-    ) -> PushReport:
-        """Send all tensors of ``manifest``, which come in its order.
+    ) -> Transfer:
+        """Send all tensors of ``manifest``, which come in its order; gives bytes and seconds.
 
+        The seconds are those from all verdicts to all checksums: packing, travelling, loading and
+        checking, and no wait for who comes late.
         They are consumed bucket by bucket: a tensor must live until its bucket is full, so that of
         gathered shards one bucket exists at once.
         Raises ManifestMismatch (a receiver refused, nothing was sent; or these are not the
@@ -119,8 +107,7 @@ class Sender(_End):
             value = checksum.value()
         _acknowledge(lease, value, False)
         self._known = manifest
-        seconds = time.monotonic() - began
-        return PushReport(manifest.bytes, seconds, len(manifest.buckets), version)
+        return Transfer(manifest.bytes, time.monotonic() - began)
 
 
 class Receiver(_End):
@@ -135,8 +122,10 @@ class Receiver(_End):
         else:
             way.warm(None)
 
-    def receive(self, lease: Lease, manifest: Manifest, bind: Bind) -> PushReport:
+    def receive(self, lease: Lease, manifest: Manifest, bind: Bind) -> Version:
         """Receive one push and load it bucket by bucket, tied names too, as ``bind`` says.
+
+        Gives the version that the sender told.
 
         The tensors are views of the bucket on the lease's device; loading copies them. What was
         bound is kept for later pushes under the same manifest, and goes with the lease. Raises what
@@ -151,7 +140,6 @@ class Receiver(_End):
         digest, epoch, *version = _HEADER.unpack(raw_bytes(header))
         refusal = _refusal(lease, manifest, digest.hex(), epoch)
         fit = _agree(lease, refusal, way.fits(manifest))
-        began = time.monotonic()
         with self._all_or_over(lease):
             if not fit:
                 way.prepare(manifest)
@@ -164,8 +152,7 @@ class Receiver(_End):
                 # The error keeps this frame: a cycle would keep the buckets with it.
                 del error
         self._known = manifest
-        seconds = time.monotonic() - began
-        return PushReport(manifest.bytes, seconds, len(manifest.buckets), Version(*version))
+        return Version(*version)
 
 
 def _load_all(way: Transport, manifest: Manifest, bind: Bind) -> tuple[bytes, Exception | None]:

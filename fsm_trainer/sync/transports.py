@@ -11,7 +11,7 @@ import json
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -162,9 +162,13 @@ class _Reached(Transport):
         self._clear()
 
     def incoming(self, manifest: Manifest) -> Iterator[Parcel]:
-        taken = None
-        both = ((one, torch.zeros(TRAILER, dtype=torch.uint8)) for one in self._parcels(manifest))
-        for parcel, word in _one_ahead(self._lease, both):
+        parcels, taken = self._parcels(manifest), None
+        words = [torch.zeros(TRAILER, dtype=torch.uint8) for _ in parcels]
+        coming = [self._lease.start_broadcast(word) for word in words[:1]]
+        for parcel, word in zip(parcels, words, strict=True):
+            coming[parcel.index].wait()
+            later = words[parcel.index + 1 : parcel.index + 2]
+            coming.extend(self._lease.start_broadcast(each) for each in later)
             yield self._get(parcel, word)
             settle(self._lease.device)
             if taken is not None:
@@ -290,18 +294,3 @@ def transport(lease: Lease) -> Transport:
 
 def _stride(manifest: Manifest) -> int:
     return max((travelling_bytes(bucket) for bucket in manifest.buckets), default=0)
-
-
-def _one_ahead(
-    lease: Lease, parcels: Iterable[tuple[Parcel, torch.Tensor]]
-) -> Iterator[tuple[Parcel, torch.Tensor]]:
-    """Receive each parcel's tensor from the sender, with the next one already on its way."""
-    arrived = None
-    for coming in parcels:
-        pending = lease.start_broadcast(coming[1])
-        if arrived is not None:
-            yield arrived
-        pending.wait()
-        arrived = coming
-    if arrived is not None:
-        yield arrived

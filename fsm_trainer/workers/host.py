@@ -100,22 +100,6 @@ class Host(ABC):
         self.generation = generation
         return self.lifecycle.begin(trigger, epoch=epoch, version=version, world=world)
 
-    def acquire(self) -> Report:
-        """See :meth:`Lifecycle.acquire`."""
-        return self.lifecycle.acquire()
-
-    def commit(self) -> Worker:
-        """See :meth:`Lifecycle.commit`."""
-        return self.lifecycle.commit()
-
-    def undo(self) -> Worker:
-        """See :meth:`Lifecycle.undo`."""
-        return self.lifecycle.undo()
-
-    def sever(self, link: str, world: World) -> Worker:
-        """See :meth:`Lifecycle.sever`."""
-        return self.lifecycle.sever(link, world)
-
     def act(self, action: str, world: World, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
         """Run an action; gives a payload for other workers and a small value for the driver."""
         work: Callable[..., tuple[Any, Any]] = getattr(self, f"do_{action}")

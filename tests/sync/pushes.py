@@ -61,8 +61,8 @@ def send(
     held: Held, named: Weights, version: tuple[int, int] = (0, 1), bucket: int = BUCKET
 ) -> Any:
     sender, manifest = held.setdefault("sender", Sender()), manifest_of(named, bucket)
-    report = sender.send(held["lease"], named.items(), manifest, Version(*version))
-    return report.bytes, report.buckets, report.version, checksums(named.items())
+    sent = sender.send(held["lease"], named.items(), manifest, Version(*version))
+    return sent.bytes, len(manifest.buckets), version, checksums(named.items())
 
 
 def receive(held: Held, named: Weights, bucket: int = BUCKET) -> Any:
@@ -80,8 +80,8 @@ def receive(held: Held, named: Weights, bucket: int = BUCKET) -> Any:
             into[name].copy_(tensor)
 
     manifest = manifest_of(named, bucket)
-    report = held.setdefault("receiver", Receiver()).receive(held["lease"], manifest, each(load))
-    return report.bytes, report.buckets, report.version, checksums(into.items())
+    version = held.setdefault("receiver", Receiver()).receive(held["lease"], manifest, each(load))
+    return manifest.bytes, len(manifest.buckets), version, checksums(into.items())
 
 
 def memory_of(held: Held, side: str) -> tuple[int, int]:
@@ -259,11 +259,10 @@ def send_slowly(held: Held, named: Weights, pause: float) -> float:
     return Sender().send(held["lease"], slowly(), manifest, Version(0, 1)).seconds
 
 
-def receive_slowly(held: Held, named: Weights, pause: float) -> float:
+def receive_slowly(held: Held, named: Weights, pause: float) -> None:
     """Take ``pause`` seconds to load each bucket."""
     manifest = manifest_of(named, 1)
-    receiver = Receiver()
-    return receiver.receive(held["lease"], manifest, each(lambda views: time.sleep(pause))).seconds
+    Receiver().receive(held["lease"], manifest, each(lambda views: time.sleep(pause)))
 
 
 def send_reversed(held: Held, named: Weights) -> None:

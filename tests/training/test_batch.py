@@ -102,29 +102,51 @@ class Place(NamedTuple):
     rank: int
     world_size: int
     micro_batch: int
+    micro_batch_tokens: int | None = None
+    packing: bool = False
 
 
-def epoch_of(count: int, minibatches: int, seed: int, place: Place) -> list[Minibatch]:
+def epoch_of(lengths: list[int], minibatches: int, seed: int, place: Place) -> list[Minibatch]:
     generator = torch.Generator().manual_seed(seed)
-    (epoch,) = draw_epochs(1, minibatches, count, generator, cast(Any, place))
+    tokens = torch.tensor(lengths)
+    (epoch,) = draw_epochs(1, minibatches, tokens, generator, cast(Any, place))
     return epoch
 
 
+LONGEST = 9
+
+
 @given(
-    count=st.integers(1, 40),
+    lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=40),
     minibatches=st.integers(1, 6),
     world=st.integers(1, 5),
     micro=st.integers(1, 9),
+    limit=st.none() | st.integers(LONGEST, 5 * LONGEST),
+    packing=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_an_epoch_visits_each_row_once_whatever_the_number_of_ranks(
-    count: int, minibatches: int, world: int, micro: int, seed: int
+    lengths: list[int],
+    minibatches: int,
+    world: int,
+    micro: int,
+    limit: int | None,
+    packing: bool,
+    seed: int,
 ) -> None:
     def walk(rank: int, world_size: int) -> list[tuple[list[int], list[list[int]]]]:
-        epoch = epoch_of(count, minibatches, seed, Place(rank, world_size, micro))
+        place = Place(rank, world_size, micro, limit, packing)
+        epoch = epoch_of(lengths, minibatches, seed, place)
         return [(m.rows.tolist(), [rows.tolist() for rows in m.micro_batches]) for m in epoch]
 
-    alone = walk(0, 1)
+    def fits(rows: list[int]) -> bool:
+        if limit is None:
+            return len(rows) <= micro
+        tokens = [lengths[row] for row in rows if row >= 0]
+        padded = sum(tokens) if packing else len(tokens) * max(tokens, default=0)
+        return padded <= limit
+
+    alone, count = walk(0, 1), len(lengths)
     ranks = [walk(rank, world) for rank in range(world)]
 
     assert len(alone) == min(minibatches, count)
@@ -133,16 +155,28 @@ def test_an_epoch_visits_each_row_once_whatever_the_number_of_ranks(
         own = [rank[number] for rank in ranks]
         assert all(minibatch == rows for minibatch, _ in own)
         assert len({len(micros) for _, micros in own}) == 1
-        assert all(len(m) <= micro for _, micros in own for m in micros)
+        assert all(fits(m) for _, micros in own for m in micros)
         dealt = [row for _, micros in own for m in micros for row in m]
         assert sorted(row for row in dealt if row >= 0) == sorted(rows)
         assert dealt.count(-1) < world
 
 
+def test_a_sequence_longer_than_a_forward_pass_is_refused() -> None:
+    with pytest.raises(DataError, match="has 5 tokens, but micro_batch_tokens allows 4"):
+        epoch_of([3, 5], 1, 0, Place(0, 1, 1, 4))
+
+
+def test_packed_sequences_share_rows_as_wide_as_the_longest() -> None:
+    # 4 and 3 + 1 fill two rows of 4: 8 tokens, where a row each would take 12.
+    packed, apart = (epoch_of([4, 3, 1], 1, 0, Place(0, 1, 1, 8, one)) for one in (True, False))
+
+    assert [len(m.micro_batches) for m in packed + apart] == [1, 2]
+
+
 def test_epochs_differ_in_their_order() -> None:
     place = cast(Any, Place(0, 1, 40))
 
-    one, two = draw_epochs(2, 1, 40, torch.Generator().manual_seed(0), place)
+    one, two = draw_epochs(2, 1, torch.ones(40), torch.Generator().manual_seed(0), place)
 
     assert one[0].rows.tolist() != two[0].rows.tolist()
 
@@ -164,7 +198,7 @@ def test_parts_of_all_ranks_sum_to_the_mean_over_the_minibatch(
 
     total = 0.0
     for rank in range(world):
-        (minibatch,) = epoch_of(len(batch), 1, 3, Place(rank, world, micro))
+        (minibatch,) = epoch_of([n + 1 for n in lengths], 1, 3, Place(rank, world, micro))
         walked = list(parts(batch, minibatch, aggregation, torch.device("cpu"), table))
         assert [part.last for part in walked] == [False] * (len(walked) - 1) + [True]
         for part in walked:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,6 +124,7 @@ class TrainingGroups:
 
     def _open(self) -> None:
         store = connect(self._address, self._timeout.total_seconds(), self.link)
+        hook = sys.excepthook
         dist.init_process_group(
             self._backend,
             store=PrefixStore(epoch_prefix(self.link, self.epoch), store),
@@ -130,6 +132,7 @@ class TrainingGroups:
             world_size=self.world_size,
             timeout=self._timeout,
         )
+        sys.excepthook = hook  # torch wraps it once more at each start, and never unwraps it
         self.world.live = dist.group.WORLD
         _use(self)
         for group in self._made:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -154,6 +155,7 @@ class TrainingGroups:
             self.is_open, self._kept = True, None
             return
         self._destroy()
+        hook = sys.excepthook
         dist.init_process_group(
             self._backend,
             store=meeting,
@@ -161,6 +163,7 @@ class TrainingGroups:
             world_size=self.world_size,
             timeout=self._timeout,
         )
+        sys.excepthook = hook  # torch wraps it once more at each start, and never unwraps it
         self.is_open, self._built = True, self.epoch
         self.world.live = dist.group.WORLD
         _use(self)

@@ -1,6 +1,7 @@
 """Trainer ranks for the tests: in this process (one rank), or each in a process of its own.
 
-``python -m tests.training.ranks RANK WORLD HOST PORT FOLDER`` prints one line of JSON.
+``python -m MODULE RANK WORLD HOST PORT FOLDER`` runs a rank's part of a scenario, this module's or
+another's, and prints one line of JSON.
 Several trainers live one after the other in a process, because importing DeepSpeed is slow.
 """
 
@@ -10,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from fsm_trainer.training.zero import weights_of
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 64
 ON_DEVICE = ("weights", "optimizer", "train_groups")
+STEPS, CYCLES = 4, 3
 
 
 def make_model(folder: Path, hidden: int = 32, vocabulary: int = VOCABULARY,
@@ -88,6 +91,8 @@ class Rank:
         self.epoch += 1
         for resource in ON_DEVICE:
             trainer.acquire(resource, epoch=self.epoch)  # type: ignore[arg-type]
+        # As in a run: all ranks are awake before one goes on, possibly to sleep again.
+        trainer.all_reduce(torch.zeros(1))
 
     def sleep(self, trainer: ModelTrainer) -> None:
         for resource in reversed(ON_DEVICE):
@@ -119,22 +124,22 @@ def train(trainer: ModelTrainer, step: int, micro_batches: int = 2) -> list[floa
 
 
 def sleeping_changes_nothing(rank: Rank, stage: int, dtype: str = "float32") -> dict[str, Any]:
-    """Train without a pause, then asleep after each step, then resumed before the last one."""
+    """Train without a pause, then asleep thrice after each step, then resumed before the last."""
     model = make_model(rank.folder / f"model-{rank.rank}")
     checkpoint = rank.folder / f"checkpoint-{stage}-{dtype}"
     result: dict[str, Any] = {"asleep": []}
 
     trainer = rank.start(rank.trainer(model, zero_stage=stage, dtype=dtype))
-    losses = [train(trainer, step) for step in range(3)]
+    losses = [train(trainer, step) for step in range(STEPS - 1)]
     result["weights"] = [tensor.tolist() for _, tensor in trainer.named_weights()]
     trainer.save(checkpoint)
-    result["awake"] = [[*losses, train(trainer, 3)], checksum(trainer)]
+    result["awake"] = [[*losses, train(trainer, STEPS - 1)], checksum(trainer)]
     rank.stop(trainer)
 
     trainer, losses = rank.start(rank.trainer(model, zero_stage=stage, dtype=dtype)), []
-    for step in range(4):
+    for step in range(STEPS):
         losses.append(train(trainer, step))
-        if step < 3:
+        for _ in range(CYCLES):
             rank.sleep(trainer)
             result["asleep"].append([torch.distributed.is_initialized(), len(registered_groups())])
             rank.wake(trainer)
@@ -144,23 +149,24 @@ def sleeping_changes_nothing(rank: Rank, stage: int, dtype: str = "float32") -> 
     trainer = rank.trainer(model, zero_stage=stage, dtype=dtype)
     trainer.load(checkpoint)
     rank.start(trainer)
-    train(trainer, 3)
+    train(trainer, STEPS - 1)
     result["resumed"] = checksum(trainer)
     rank.stop(trainer)
     return result
 
 
-def two_ranks(rank: Rank) -> dict[str, Any]:
-    """All stages, then a peer that goes away; at last, alone, how much memory a sleeper gives."""
+def all_stages(rank: Rank) -> dict[str, Any]:
+    """All stages; of two ranks one goes away, and the other shows what a sleeper gives back."""
     result: dict[str, Any] = {
         str(stage): sleeping_changes_nothing(rank, stage) for stage in (0, 1, 2, 3)
     }
-    result["suspended"] = suspend(rank, rank.folder / f"model-{rank.rank}")
-    result["lost"] = lose_a_peer(rank, rank.folder / f"model-{rank.rank}")
-    if rank.rank == 0:
-        alone = Rank(0, 1, rank.store, rank.folder / "alone")
-        alone.epoch = 1000
-        result["memory"] = memory(alone)
+    if rank.world == 2:
+        result["suspended"] = suspend(rank, rank.folder / f"model-{rank.rank}")
+        result["lost"] = lose_a_peer(rank, rank.folder / f"model-{rank.rank}")
+        if rank.rank == 0:
+            alone = Rank(0, 1, rank.store, rank.folder / "alone")
+            alone.epoch = 1000
+            result["memory"] = memory(alone)
     return result
 
 
@@ -213,14 +219,16 @@ def suspend(rank: Rank, model: Path) -> dict[str, Any]:
     return result
 
 
-def run_ranks(world: int, folder: Path, **environment: str) -> list[Any]:
-    """Run the scenario with each rank in a process of its own; gives what each printed."""
+def run_ranks(
+    world: int, folder: Path, module: str = __name__, *arguments: str, **environment: str
+) -> list[Any]:
+    """Run a module's scenario with each rank in a process of its own; gives what each printed."""
     with Rendezvous.bind() as rendezvous:
         host, port = rendezvous.address
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.training.ranks", str(rank), str(world),
-                 host, str(port), str(folder)],
+                [sys.executable, "-m", module, str(rank), str(world), host, str(port),
+                 str(folder), *arguments],
                 cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             )
@@ -259,9 +267,14 @@ def memory(rank: Rank) -> dict[str, int]:
     }  # fmt: skip
 
 
-if __name__ == "__main__":
-    number, world_size, host_name, port_number, scratch = sys.argv[1:]
-    here = Rank(int(number), int(world_size), Address(host_name, int(port_number)), Path(scratch))
-    print(json.dumps(two_ranks(here)), flush=True)
+def finish(scenario: Callable[..., Any]) -> None:
+    """Run this process's part of ``scenario``, print what it gives, and end the process."""
+    number, world, host, port, folder, *arguments = sys.argv[1:]
+    here = Rank(int(number), int(world), Address(host, int(port)), Path(folder))
+    print(json.dumps(scenario(here, *arguments)), flush=True)
     # A rank whose peer is gone on purpose has nobody to say goodbye to.
     os._exit(0)
+
+
+if __name__ == "__main__":
+    finish(all_stages)

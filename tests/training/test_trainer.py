@@ -21,6 +21,8 @@ from fsm_trainer.training.port import ModelPort
 from fsm_trainer.training.ppo import actor_update
 from fsm_trainer.training.trainer import ModelTrainer
 from tests.training.ranks import (
+    CYCLES,
+    STEPS,
     VOCABULARY,
     Rank,
     checksum,
@@ -108,7 +110,7 @@ def test_neither_sleep_nor_resume_change_losses_or_weights(
     result = sleeping_changes_nothing(rank, stage, dtype)
     assert result["slept"] == result["awake"]
     assert result["resumed"] == result["awake"][1]
-    assert result["asleep"] == [[False, 0]] * 3
+    assert result["asleep"] == [[False, 0]] * STEPS * CYCLES
 
 
 def test_offloading_to_host_memory_changes_nothing_either(rank: Rank, model: Path) -> None:

@@ -68,6 +68,14 @@ class Parcel:
         seal[-TRAILER:] = self.trailer
         return seal.to(self.flat.device), place
 
+    @cached_property
+    def _targets(self) -> list[tuple[list[str], list[torch.Tensor]]]:
+        """Names and views, those of one dtype together."""
+        alike = defaultdict[torch.dtype, dict[str, torch.Tensor]](dict)
+        for name, view in self.views.items():
+            alike[view.dtype][name] = view
+        return [([*group], [*group.values()]) for group in alike.values()]
+
     def fill(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Take this bucket's tensors, in any order, from ``pairs``, and no further one.
 
@@ -83,7 +91,8 @@ class Parcel:
                     f"bucket {self.index}: expected {TensorSpec.of(name, view)}, found {said}. "
                     "Pass the manifest's tensors in its order"
                 )
-        copier((view, found[name]) for name, view in self.views.items())()
+        for names, targets in self._targets:
+            _copy(targets, [found[name] for name in names])
         seal, place = self._seal
         place.copy_(seal)
 

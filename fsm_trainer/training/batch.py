@@ -193,7 +193,8 @@ def _by_tokens(
             filled[-1].add(row, lengths[row])
     found = [micro_batch.sequences for micro_batch in filled]
     while len(found) % place.world_size:
-        # The half with the longest row is the larger one: the other fits however it is packed.
+        # At a width of its own the second half may need more rows, but all of them are half full on
+        # average: it fits, because it is not the larger one.
         largest = max(found, key=len)
         found.remove(largest)
         middle = -(-len(largest) // 2)
@@ -206,9 +207,9 @@ def draw_epochs(
 ) -> list[list[Minibatch]]:
     """Return passes over rows, each in a random order, as the rank at ``place`` walks it.
 
-    ``lengths`` are the rows' tokens.
-    The order is drawn over global rows and only then dealt to the ranks: with generators in equal
-    states, every rank draws the same minibatches, and so does another number of ranks.
+    ``lengths`` are the tokens of each row. The order is drawn over global rows and only then dealt
+    to the ranks: with generators in equal states, every rank draws the same minibatches, and so
+    does another number of ranks.
     """
     count = len(lengths)
     orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]

@@ -1,8 +1,8 @@
 """Sequences that share a row: where each one's tokens stand, and whether a model keeps them apart.
 
 Position ids begin at 0 with each sequence. Given those and no attention mask, transformers lets no
-token see another sequence, under eager, sdpa and flash attention alike; :func:`check` asks the
-model whether that holds for it.
+token see another sequence under eager and sdpa attention; :func:`check` asks the model whether that
+holds for it.
 
 Rows are as wide as the longest sequence that a forward pass reads, so packing never makes a row
 longer, nor attention dearer: what was padding holds another sequence.

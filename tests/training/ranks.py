@@ -30,7 +30,7 @@ from fsm_trainer.training.zero import weights_of
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 64
 ON_DEVICE = ("weights", "optimizer", "train_groups")
-STEPS, CYCLES = 4, 3
+STEPS, CYCLES = 3, 3
 
 
 def make_model(folder: Path, hidden: int = 32, vocabulary: int = VOCABULARY,

@@ -14,7 +14,8 @@ from fsm_trainer.algorithms.config import Aggregation
 from fsm_trainer.data.trajectory import Sample, Status, Trajectory
 from fsm_trainer.machine.errors import DataError
 from fsm_trainer.machine.version import Version
-from fsm_trainer.training.batch import Batch, Minibatch, collate, draw_epochs, parts
+from fsm_trainer.training.batch import Batch, Minibatch, collate, deal, draw_epochs, parts
+from fsm_trainer.training.packing import Layout
 
 PAD = 99
 
@@ -161,16 +162,53 @@ def test_an_epoch_visits_each_row_once_whatever_the_number_of_ranks(
         assert dealt.count(-1) < world
 
 
-def test_a_sequence_longer_than_a_forward_pass_is_refused() -> None:
-    with pytest.raises(DataError, match="has 5 tokens, but micro_batch_tokens allows 4"):
-        epoch_of([3, 5], 1, 0, Place(0, 1, 1, 4))
+@given(
+    lengths=st.lists(st.integers(2, 30), min_size=1, max_size=40),
+    world=st.integers(1, 5),
+    room=st.integers(0, 90),
+    packing=st.booleans(),
+)
+def test_micro_batches_by_tokens_hold_their_limit_and_are_as_many_on_every_rank(
+    lengths: list[int], world: int, room: int, packing: bool
+) -> None:
+    sizes, limit = torch.tensor(lengths), max(lengths) + room
+    tokens = torch.ones(len(lengths), max(lengths), dtype=torch.int64)
+
+    dealt = [
+        deal(torch.arange(len(lengths)), sizes, cast(Any, Place(rank, world, 1, limit, packing)))
+        for rank in range(world)
+    ]
+
+    assert len({len(minibatch.micro_batches) for minibatch in dealt}) == 1
+    walked = [rows for minibatch in dealt for rows in minibatch.micro_batches]
+    assert sorted(row for rows in walked for row in rows.tolist() if row >= 0) == [
+        *range(len(lengths))
+    ]
+    for rows in walked:
+        here = sizes[rows.clamp(min=0)]
+        layout = Layout(tokens[rows.clamp(min=0), : int(here.max())], here, packing)
+        # The model reads all but a row's last token, and so many tokens fewer.
+        assert layout.inputs.numel() + len(layout.inputs) <= limit
 
 
-def test_packed_sequences_share_rows_as_wide_as_the_longest() -> None:
-    # 4 and 3 + 1 fill two rows of 4: 8 tokens, where a row each would take 12.
-    packed, apart = (epoch_of([4, 3, 1], 1, 0, Place(0, 1, 1, 8, one)) for one in (True, False))
+def test_a_micro_batch_takes_what_fits_the_longest_first() -> None:
+    sizes = torch.tensor([2, 8, 3, 8, 5])
+    rows = torch.arange(5)
 
-    assert [len(m.micro_batches) for m in packed + apart] == [1, 2]
+    plain = deal(rows, sizes, cast(Any, Place(0, 1, 1, 16)))
+    packed = deal(rows, sizes, cast(Any, Place(0, 1, 1, 16, True)))
+    halves = [deal(rows, sizes, cast(Any, Place(rank, 2, 1, 32, True))) for rank in (0, 1)]
+
+    # Two rows of 8 fit, then three of 5; packed, 3 and 2 share one of these.
+    assert [m.tolist() for m in plain.micro_batches] == [[1, 3], [4, 2, 0]]
+    assert [m.tolist() for m in packed.micro_batches] == [[1, 3], [4, 2, 0]]
+    # Rows [8], [8], [5, 3] and [2] are one micro-batch, of which each rank takes half.
+    assert [[m.tolist() for m in half.micro_batches] for half in halves] == [[[1, 3]], [[4, 2, 0]]]
+
+
+def test_a_sequence_that_no_micro_batch_holds_is_refused_with_its_length() -> None:
+    with pytest.raises(DataError, match="has 9 tokens, but micro_batch_tokens allows 8"):
+        deal(torch.arange(2), torch.tensor([3, 9]), cast(Any, Place(0, 1, 1, 8)))
 
 
 def test_epochs_differ_in_their_order() -> None:

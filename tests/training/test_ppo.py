@@ -77,6 +77,7 @@ class PlainModel:
         self,
         *,
         micro_batch: int = 64,
+        micro_batch_tokens: int | None = None,
         ranks: Ranks | None = None,
         rank: int = 0,
         seed: int = 0,
@@ -89,7 +90,7 @@ class PlainModel:
         self.ranks, self.rank = ranks or Ranks(1), rank
         self.world_size, self.device = self.ranks.size, CPU
         self.micro_batch, self.rate = micro_batch, rate
-        self.micro_batch_tokens, self.packing = None, False
+        self.micro_batch_tokens, self.packing = micro_batch_tokens, False
         kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adam if adam else torch.optim.SGD
         self.optimizer = kind(self.net.parameters(), lr=rate)
         self.gradients: list[torch.Tensor] = []
@@ -105,7 +106,7 @@ class PlainModel:
         bank: Bank = "live",
         with_entropy: bool = False,
     ) -> Scores:
-        assert len(batch) <= self.micro_batch
+        self._fits(batch)
         self.forward_rows += len(batch)
         net = self.net if bank == "live" else self.reference
         logits = net.head(net(batch.tokens))[:, :-1] / temperature
@@ -115,9 +116,13 @@ class PlainModel:
         return Scores(nn.functional.pad(chosen, left), spread)
 
     def values(self, batch: Batch) -> torch.Tensor:
-        assert len(batch) <= self.micro_batch
+        self._fits(batch)
         states = self.net(batch.tokens)[:, :-1]
         return nn.functional.pad(self.net.value(states).squeeze(-1), (1, 0))
+
+    def _fits(self, batch: Batch) -> None:
+        tokens = self.micro_batch_tokens
+        assert len(batch) <= self.micro_batch if tokens is None else batch.tokens.numel() <= tokens
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         assert not self._closed, "a micro-batch after the boundary"
@@ -211,15 +216,26 @@ def test_the_stand_in_is_a_model_port() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-@pytest.mark.parametrize(("world", "micro_batch"), [(1, 2), (2, 64), (2, 2), (3, 1), (8, 64)])
+@pytest.mark.parametrize(
+    ("world", "micro_batch", "tokens"),
+    [
+        (1, 2, None), (2, 64, None), (2, 2, None), (3, 1, None), (8, 64, None),
+        (1, 1, 12), (3, 1, 20), (8, 1, 10),
+    ],
+)  # fmt: skip
 def test_gradients_depend_neither_on_micro_batches_nor_on_ranks(
-    aggregation: str, world: int, micro_batch: int
+    aggregation: str, world: int, micro_batch: int, tokens: int | None
 ) -> None:
     batch = sampled(0)
     config = FULL.model_copy(update={"aggregation": aggregation})
     (alone,), (expected,) = on_ranks(1, 64, lambda m: update_everything(m, batch, config))
 
-    models, metrics = on_ranks(world, micro_batch, lambda m: update_everything(m, batch, config))
+    models, metrics = on_ranks(
+        world,
+        micro_batch,
+        lambda m: update_everything(m, batch, config),
+        micro_batch_tokens=tokens,
+    )
 
     assert len(alone.gradients) == 2 * 2 + 2 * 2
     for model, figures in zip(models, metrics, strict=True):

@@ -102,7 +102,7 @@ def test_gradients_are_averaged_over_ranks_and_summed_over_micro_batches(
     # The independent implementation: plain torch on the data of both ranks, 1/2 for two ranks.
     model = models.load("policy", make_model(tmp_path / "model"), "float32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    for step in range(3):
+    for step in range(STEPS - 1):
         optimizer.zero_grad()
         for rank in (0, 1):
             for micro in (0, 1):

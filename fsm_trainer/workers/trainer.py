@@ -153,8 +153,7 @@ class ActorHost(TrainerHost):
             if self.place.rank == 0:
                 if lease is None:
                     raise LeaseExpired("link", 0, "it was given up before the push began")
-                report = self._sender.send(lease, weights, manifest, version=version)
-                sent = Transfer(report.bytes, report.seconds)
+                sent = self._sender.send(lease, weights, manifest, version=version)
         finally:
             for _ in weights:  # ranks gather shards together, to the end
                 pass

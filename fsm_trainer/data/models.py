@@ -59,16 +59,23 @@ def resolve_model(spec: ModelSpec, cache: Path, seed: int) -> Path:
 
 
 def parameters(folder: Path) -> int:
-    """How many numbers a folder's safetensors have; needs neither torch nor safetensors.
+    """How many numbers the weights in a folder have; needs neither torch nor safetensors.
 
     The format of a file's head: 8 bytes, little-endian, with the length of the JSON that follows.
+    Raises ConfigError for a file that has no such head.
     """
     count = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        head.pop("__metadata__", None)
-        count += sum(math.prod(tensor["shape"]) for tensor in head.values())
+    for path in folder.glob("model*.safetensors"):  # by their name: some folders have them twice
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                head = json.loads(file.read(min(length, path.stat().st_size)))
+            head.pop("__metadata__", None)
+            count += sum(math.prod(tensor["shape"]) for tensor in head.values())
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ConfigError(
+                f"{path} is not safetensors ({error}). Fetch it again: a pointer may stand there"
+            ) from error
     return count
 
 

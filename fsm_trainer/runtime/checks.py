@@ -219,10 +219,12 @@ class Checks:
             return
         device = "cuda" if config.cluster.gpus else "cpu"
         actor, critic = config.actor, config.critic or config.actor
-        count, need = parameters(path), 0
-        for trainer, sets in ((actor, 2), (critic, 1)):  # the actor's reference is a second set
-            if trainer.offload.on(device) == "host":
-                need += trainer.ranks * trainer.bank_bytes(count, trainer.ranks, sets)
+        sets = ((actor, 2), (critic, 1))  # the actor's reference is a second set of weights
+        to_host = [(role, number) for role, number in sets if role.offload.on(device) == "host"]
+        if not to_host:
+            return
+        count = parameters(path)
+        need = sum(role.ranks * role.bank_bytes(count, role.ranks, n) for role, n in to_host)
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if need > have:
             problem = f"sleepers need {need:,} bytes of host memory, and this machine has {have:,}"

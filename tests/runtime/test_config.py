@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from fsm_trainer.algorithms.config import PPOConfig
 from fsm_trainer.cli.main import app
+from fsm_trainer.data.models import parameters
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.runtime.config import load_config
@@ -343,6 +344,24 @@ def test_sleepers_that_cannot_fit_into_host_memory_are_refused(folder: Path) -> 
     assert f"need {(16 + 12) * 10**12:,} bytes of host memory" in said
     (folder / "run.yaml").write_text(GOOD)
     load_config(folder / "run.yaml", model[1::2])  # to disk
+
+
+def test_weights_that_are_no_safetensors_are_a_mistake_not_a_crash(folder: Path) -> None:
+    huge_model(folder / "huge")
+    (folder / "huge" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+
+    result = run(folder, GOOD, "--set", "model={path: huge}", "--set", "actor.offload.target=host")
+
+    assert result.exit_code == 2
+    assert "model.safetensors is not safetensors" in result.stderr
+
+
+def test_weights_in_two_forms_are_counted_once(folder: Path) -> None:
+    huge_model(folder / "huge")
+    content = (folder / "huge" / "model.safetensors").read_bytes()
+    (folder / "huge" / "consolidated.safetensors").write_bytes(content)
+
+    assert parameters(folder / "huge") == 10**12
 
 
 def test_a_bank_shards_what_its_zero_stage_shards() -> None:

@@ -65,20 +65,23 @@ def process_bytes() -> int:
     """What this process has on its device, by the driver.
 
     Where that can't tell processes apart, what torch's allocator has: neither context nor libraries
-    are in it.
+    are in it. Which of the two it is doesn't change, or else one would be measured by the other.
     """
-    for process in _processes():
-        if process.pid == os.getpid() and process.usedGpuMemory:
-            return int(process.usedGpuMemory)
-    return int(torch.cuda.memory_reserved())
+    return _own() if _told_apart() else int(torch.cuda.memory_reserved())
 
 
-def _processes() -> list[Any]:
+@functools.cache
+def _told_apart() -> bool:
+    return _own() > 0
+
+
+def _own() -> int:
     if importlib.util.find_spec("pynvml") is None:
-        return []
+        return 0
     import pynvml
 
-    return list(pynvml.nvmlDeviceGetComputeRunningProcesses(_handle()))
+    listed = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle())
+    return sum(one.usedGpuMemory or 0 for one in listed if one.pid == os.getpid())
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ class _HostCopy:
         self.close()
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # what is shared has small pages
         memory = mmap.mmap(-1, sum(s.nbytes() for s in storages), private)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages: only the device's table is larger
+            memory.madvise(mmap.MADV_HUGEPAGE)
         self._buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if any(s.device.type == "cuda" for s in storages):
             self._buffer.zero_()  # with all threads: registering would fault the pages in with one

@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +112,7 @@ def one_rank(rank: int, ranks: int, store: Address, model: Path, cycles: int, an
         epoch = next(epochs)
         for resource in ("bank", *ON_DEVICE):
             wake(resource)
-        batch = make_batch(rank)
-        batch = replace(batch, tokens=batch.tokens.to(trainer.device))
-        scores = trainer.logprobs(batch, 1.0)
+        scores = trainer.logprobs(make_batch(rank).to(trainer.device), 1.0)
         trainer.backward(-scores.logprobs.mean(), last=True)
         trainer.step()
         del scores

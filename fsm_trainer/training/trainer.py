@@ -330,11 +330,9 @@ class ModelTrainer:
             return policy == "suspend"
         # Measured on H200s, sleep, wake and the first collective: one rank 0.52 s destroyed and
         # 0.27 s suspended; two 0.70 and 0.60 s, too little to keep what a peer's death breaks.
-        suspends = able and backend == "nccl" and self.world_size == 1
-        why = (
-            "one rank with NCCL 2.29.7 or newer" if suspends else "gloo, several ranks or old NCCL"
-        )
-        log.debug("groups of a sleeper", worker=self._name, suspended=suspends, why=why)
+        suspends = backend == "nccl" and able and self.world_size == 1
+        why = {"backend": backend, "nccl_can": able, "ranks": self.world_size}
+        log.info("groups of a sleeper", worker=self._name, suspended=suspends, **why)
         return suspends
 
     def _no_reference(self) -> Reference:

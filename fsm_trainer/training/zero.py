@@ -72,9 +72,8 @@ class ZeroEngine:
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The last hidden states, ``[batch, time, width]``."""
-        states: torch.Tensor = self._run(
-            tokens, positions, output_hidden_states=True
-        ).hidden_states[-1]
+        output = self._run(tokens, positions, output_hidden_states=True)
+        states: torch.Tensor = output.hidden_states[-1]
         return states
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor | None, **more: bool) -> Any:

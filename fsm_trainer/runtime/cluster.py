@@ -29,7 +29,6 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fsm_trainer.machine import errors
-from fsm_trainer.machine.world import World
 from fsm_trainer.runtime.config import ClusterConfig
 from fsm_trainer.runtime.logs import Logs
 from fsm_trainer.runtime.port import Outcome
@@ -65,16 +64,13 @@ class _Process:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def call(self, method: str, *arguments: Any) -> Any:
+        # Ray resolves references only where they are arguments of their own.
         return attrgetter(method)(self._host)(*arguments)
 
     def deal(self, method: str, *arguments: Any) -> Any:
         """As `call`, for several payloads; Ray takes a single one as it is, not in a list."""
         parts = self.call(method, *arguments)
         return parts[0] if len(parts) == 1 else parts
-
-    def act(self, action: str, world: World, *arguments: Any) -> Any:
-        # Ray resolves references only where they are arguments of their own.
-        return self._host.act(action, world, arguments)
 
 
 @dataclass
@@ -177,9 +173,7 @@ class Cluster:
     async def outcome(self, name: str, method: str, *arguments: Any, seconds: float) -> Outcome:
         """Call a method that gives a payload and a value; the payload stays where it is."""
         actor = self._handles[name].actor
-        bound = actor.act if method == "act" else actor.call
-        names = arguments if method == "act" else (method, *arguments)
-        payload, value = bound.options(num_returns=2).remote(*names)
+        payload, value = actor.call.options(num_returns=2).remote(method, *arguments)
         return Outcome(payload, await self._await(name, value, seconds))
 
     async def _await(self, name: str, ref: Any, seconds: float) -> Any:

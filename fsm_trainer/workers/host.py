@@ -100,7 +100,7 @@ class Host(ABC):
         self.generation = generation
         return self.lifecycle.begin(trigger, epoch=epoch, version=version, world=world)
 
-    def act(self, action: str, world: World, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    def act(self, action: str, world: World, *arguments: Any) -> tuple[Any, Any]:
         """Run an action; gives a payload for other workers and a small value for the driver."""
         work: Callable[..., tuple[Any, Any]] = getattr(self, f"do_{action}")
         with self.lifecycle.action(action, world):

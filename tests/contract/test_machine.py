@@ -69,7 +69,7 @@ class Rollout:
     def act(self, order: Order) -> None:
         if order.name == "push":
             version = order.world.workers[0].version or Version(0, 0)
-            self.host.act("push", order.world, (self.manifest, version))
+            self.host.act("push", order.world, self.manifest, version)
         else:
             with self.host.lifecycle.action(order.name, order.world):
                 [answer] = self.host.engine.generate([Request("one", (3, 4, 5), 4, seed=7)])

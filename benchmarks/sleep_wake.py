@@ -8,28 +8,29 @@ Each rank trains one step of a random model in bfloat16 with float32 masters and
 1) and then sleeps and wakes. ``bank`` is what moves bytes: weights and optimizer; ``groups`` what
 its process group costs, by each policy. The link is a pinned gigabyte, copied in the same process.
 ``left`` is what the device has less than once all tensors and groups of the process were freed.
-The alternatives: torch_memory_saver with a host copy, over tensors of the same sizes; DeepSpeed's
-``offload_states``, over an engine of the same kind. Seconds are medians, ratios within a run.
+The alternatives are two other values of ``offload.target``: DeepSpeed's ``offload_states`` and
+torch_memory_saver, under the same trainer, one after the other. Seconds are medians, ratios within
+a run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
+import queue
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write
 from benchmarks.weight_push import SHAPES, write_model
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
+from fsm_trainer.training.config import Target
 
 # Seconds; what is late by more than this is broken.
 DEADLINE = 540.0
@@ -84,25 +85,27 @@ def link() -> dict[str, float]:
     return {"out": LINK_BYTES / out / 1e9, "in": LINK_BYTES / back / 1e9}
 
 
-def one_rank(rank: int, ranks: int, store: Address, model: Path, cycles: int, answers: Any) -> None:
+def one_rank(
+    rank: int, ranks: int, target: Target, store: Address, model: Path, cycles: int, answers: Any
+) -> None:
     """A trainer that trains one step, and then sleeps and wakes by each policy."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank]
     import torch
 
     from fsm_trainer.groups.backend import can_suspend
-    from fsm_trainer.training.config import TrainerConfig
+    from fsm_trainer.training.config import OffloadConfig, TrainerConfig
     from fsm_trainer.training.device import process_bytes
     from fsm_trainer.training.offload import bytes_of, fingerprint
     from fsm_trainer.training.trainer import ModelTrainer
     from fsm_trainer.training.zero import weights_of
     from tests.training.ranks import make_batch
 
-    config = TrainerConfig(dtype="bfloat16", zero_stage=1, offload={"target": "host"})  # type: ignore[arg-type]
+    config = TrainerConfig(dtype="bfloat16", zero_stage=1, offload=OffloadConfig(target=target))
     with tempfile.TemporaryDirectory() as scratch:
         trainer = ModelTrainer(
-            "policy", model, config, rank=rank, world_size=ranks, store=store, role="actor",
-            scratch=Path(scratch), seed=0, total_steps=1,
+            "policy", model, config, rank=rank, world_size=ranks, store=store,
+            role=f"actor/{target}", scratch=Path(scratch), seed=0, total_steps=1,
         )  # fmt: skip
         epochs = iter(range(1, 1000))
 
@@ -116,21 +119,21 @@ def one_rank(rank: int, ranks: int, store: Address, model: Path, cycles: int, an
         trainer.backward(-scores.logprobs.mean(), last=True)
         trainer.step()
         del scores
-        engine = trainer._engine
-        assert engine is not None
-        storages = [*weights_of(trainer._module), *engine.optimizer()]
-        size = sum(s.nbytes() for s in storages)
-        before = fingerprint(map(bytes_of, storages))
-        print(f"rank {rank}: {size / 1e9:.2f} GB in {len(storages)} storages", file=sys.stderr)
 
-        result: dict[str, Any] = {"bytes": size, "storages": len(storages), "link": link()}
+        def storages() -> list[torch.UntypedStorage]:  # another way may give it others
+            engine = trainer._engine
+            return [*weights_of(trainer._module), *(engine.optimizer() if engine else ())]
+
+        size = sum(s.nbytes() for s in storages())
+        before = fingerprint(map(bytes_of, storages()))
+        print(f"rank {rank}: {size / 1e9:.2f} GB in {len(storages())} storages", file=sys.stderr)
+
+        result: dict[str, Any] = {"bytes": size, "storages": len(storages()), "link": link()}
         torch.cuda.empty_cache() if torch.cuda.is_available() else None
         result["awake"] = used()
         left: dict[str, int] = {}
-        policies = [
-            "destroy",
-            *(["suspend"] if trainer.device.type == "cpu" or can_suspend() else []),
-        ]
+        able = target == "host" and (trainer.device.type == "cpu" or can_suspend())
+        policies = ["destroy", *(["suspend"] if able else [])]
         for policy in policies:
             trainer._groups.suspends = policy == "suspend"
             seconds: dict[str, list[float]] = {}
@@ -147,8 +150,7 @@ def one_rank(rank: int, ranks: int, store: Address, model: Path, cycles: int, an
                 # What NCCL puts off: after a rebuild it connects in the first collective.
                 seconds.setdefault("first collective", []).append(timed(trainer._barrier))
             result[policy] = {name: [round(s, 4) for s in each] for name, each in seconds.items()}
-        assert before == fingerprint(map(bytes_of, storages)), "the contents changed"
-        del storages, engine
+        assert before == fingerprint(map(bytes_of, storages())), "the contents changed"
         for resource in (*reversed(ON_DEVICE), "bank"):
             trainer.release(resource)  # type: ignore[arg-type]
         bare = used()
@@ -185,73 +187,28 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def saver(shape: Sequence[int]) -> dict[str, Any]:
-    """torch_memory_saver with a host copy, over tensors of these bytes."""
-    import torch
-    from torch_memory_saver import torch_memory_saver
-
-    torch_memory_saver.hook_mode = "torch"
-    bare = used()
-    with torch_memory_saver.region(enable_cpu_backup=True):
-        tensors = [torch.ones(size, dtype=torch.uint8, device="cuda") for size in shape]
-    torch.cuda.empty_cache()
-    out, left, back = [], 0, []
-    for _ in range(3):
-        out.append(timed(torch_memory_saver.pause))
-        left = used() - bare
-        back.append(timed(torch_memory_saver.resume))
-    assert all(bool(t[:64].eq(1).all()) for t in tensors), "the contents changed"
-    return {"bytes": sum(shape), "sleep": out, "wake": back, "left": left}
-
-
-def offload_states(model: Path) -> dict[str, Any]:
-    """DeepSpeed's own, over an engine at ZeRO 1 that has trained a step."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29633")
-    from fsm_trainer.groups.training import install
-
-    install()
-    import deepspeed
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    kind: Any = AutoModelForCausalLM
-    module = kind.from_pretrained(model, dtype=torch.bfloat16).cuda()
-    bare = used() - torch.cuda.memory_reserved()
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-    }
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
-    engine: Any = deepspeed.initialize(model=module, config=settings, optimizer=optimizer)[0]
-    tokens = torch.randint(0, 1000, (4, 9), device="cuda")
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    engine.step()
-    out, left, back = [], 0, []
-    size = torch.cuda.memory_allocated()
-    for _ in range(3):
-        out.append(timed(lambda: engine.offload_states(pin_memory=True, non_blocking=True)))
-        torch.cuda.empty_cache()
-        left = used() - bare
-        back.append(timed(lambda: engine.reload_states(non_blocking=True)))
-    return {"bytes": size, "sleep": out, "wake": back, "left": left}
-
-
-def alone(name: str, argument: str) -> Any:
-    """One of the alternatives in a process of its own; what it said if it failed."""
-    code = (
-        "import json, sys; from pathlib import Path; from benchmarks import sleep_wake as b\n"
-        f"print('RESULT ' + json.dumps(b.{name}({argument})))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    return {"failed": done.stderr.strip().splitlines()[-1:]}
+def all_ranks(spawn: Any, target: Target, ranks: int, *where: Any) -> list[dict[str, Any]]:
+    """What each rank measured, or how it ended."""
+    answers = spawn.Queue()
+    processes = [
+        spawn.Process(target=one_rank, args=(rank, ranks, target, *where, answers), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, dict[str, Any]] = {}
+    until = time.monotonic() + DEADLINE
+    while len(found) < ranks and time.monotonic() < until:
+        try:
+            found |= dict([answers.get(timeout=1.0)])
+        except queue.Empty:
+            if not any(process.is_alive() for process in processes):
+                break
+    for process in processes:
+        process.join(60)
+        process.kill()
+    failed = {"failed": "its process ended early: its error stands above"}
+    return [found.get(rank, failed) for rank in range(ranks)]
 
 
 def main() -> None:
@@ -269,32 +226,21 @@ def main() -> None:
         filling = spawn.Process(target=fill, args=(model,))
         filling.start()
         filling.join(DEADLINE)
-        answers = spawn.Queue()
-        where = (rendezvous.address, model, chosen.cycles, answers)
-        ranks = [
-            spawn.Process(target=one_rank, args=(rank, chosen.ranks, *where), daemon=True)
-            for rank in range(chosen.ranks)
-        ]
-        for process in ranks:
-            process.start()
-        results = dict(answers.get(timeout=DEADLINE) for _ in ranks)
-        for process in ranks:
-            process.join(60)
-        beside: dict[str, Any] = {}
-        if chosen.beside:
-            size = results[0]["bytes"]
-            pieces = [size // 300] * 300
-            beside["torch_memory_saver"] = alone("saver", repr(pieces))
-            beside["deepspeed"] = alone("offload_states", f"Path({str(model)!r})")
+        where = (rendezvous.address, model, chosen.cycles)
+        targets: list[Target] = ["host"]
+        targets += ["offload_states", "memory_saver"] if chosen.beside else []
+        found = {target: all_ranks(spawn, target, chosen.ranks, *where) for target in targets}
     command = f"--shape {chosen.shape} --ranks {chosen.ranks} --cycles {chosen.cycles}"
     write(
         {
             "benchmark": "sleep and wake",
             "command": f"python -m benchmarks.sleep_wake {command}"
             + (" --beside" if chosen.beside else ""),
-            "summary": [summary(results[rank]) for rank in sorted(results)],
-            "ranks": [results[rank] for rank in sorted(results)],
-            "beside": beside,
+            "summary": {
+                target: [summary(result) if "failed" not in result else result for result in ranks]
+                for target, ranks in found.items()
+            },
+            "ranks": found,
         },
         chosen.result,
     )

@@ -10,7 +10,6 @@ import ast
 import inspect
 import json
 import re
-import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -233,8 +232,9 @@ def sleeps() -> str:
     """What the benchmark of sleep and wake measured, a row for each policy of each result."""
     rows = []
     for name, result in results("sleep-wake-*.json"):
-        found, size = result["summary"][0], result["ranks"][0]["bytes"]
-        for policy in ("destroy", "suspend"):
+        each = [(t, p) for t in result["summary"] for p in ("destroy", "suspend")]
+        for target, policy in each:
+            found, size = result["summary"][target][0], result["ranks"][target][0].get("bytes")
             if (one := found.get(policy)) is None:
                 continue
             speeds = [
@@ -244,16 +244,10 @@ def sleeps() -> str:
             groups = " + ".join(ms(seconds) for seconds in one["groups_seconds"].values())
             whole = [ms(one[f"{way}_seconds"]) for way in ("sleep", "wake")]
             left = f"{one['left_bytes'] / 2**20:.0f} MiB"
-            rows.append(
-                [name, f"{size / 1e9:.2f} GB", f"`{policy}`", *speeds, groups, *whole, left]
-            )
-        for other, one in result["beside"].items():
-            seconds = [statistics.median(one[way][1:]) for way in ("sleep", "wake")]
-            speeds = [f"{one['bytes'] / each / 1e9:.1f} GB/s" for each in seconds]
-            left = f"{one['left'] / 2**20:.0f} MiB"
-            bytes_moved = f"{one['bytes'] / 1e9:.2f} GB"
-            rows.append([name, bytes_moved, other, *speeds, "", *map(ms, seconds), left])
-    heads = ["result", "bytes", "how", "bank out", "bank in", "groups: sleep + wake + first use"]
+            how = f"`{target}`, `{policy}`"
+            rows.append([name, f"{size / 1e9:.2f} GB", how, *speeds, groups, *whole, left])
+    heads = ["result", "bytes", "target, groups", "bank out", "bank in"]
+    heads += ["groups: sleep + wake + first use"]
     return table([*heads, "sleep", "wake", "left"], rows)
 
 

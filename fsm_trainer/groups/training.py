@@ -42,12 +42,14 @@ class _Group:
         return self.live
 
     def size(self) -> int:
-        """Ranks in the group."""
-        return int(dist.get_world_size(self.resolve()))
+        """Ranks in the group, asked between two epochs too."""
+        return self.owner.world_size if self.ranks is None else len(self.ranks)
 
     def rank(self) -> int:
-        """This process's rank in the group, -1 outside of it."""
-        return int(dist.get_rank(self.resolve()))
+        """This process's rank in the group, -1 outside of it; asked between two epochs too."""
+        if self.ranks is None:
+            return self.owner.rank
+        return self.ranks.index(self.owner.rank) if self.owner.rank in self.ranks else -1
 
 
 class TrainingGroups:
@@ -249,19 +251,19 @@ def _backend_class() -> Callable[..., Any]:
                 raise LeaseExpired("train", -1, "no training groups are open in this process")
             return self.groups.new(tuple(ranks))
 
-        # Asked while closed too, by what DeepSpeed prints and when it cleans up.
+        # Asked while closed too: when DeepSpeed prints, moves its states, and cleans up.
         def is_initialized(self) -> bool:
             return self.groups is not None
 
         def get_rank(self, group: _Group | None = None) -> int:
             if group is None and self.groups is not None:
                 return self.groups.rank
-            return int(dist.get_rank(group.resolve() if group else None))
+            return group.rank() if isinstance(group, _Group) else int(dist.get_rank(group))
 
         def get_world_size(self, group: _Group | None = None) -> int:
             if group is None and self.groups is not None:
                 return self.groups.world_size
-            return int(dist.get_world_size(group.resolve() if group else None))
+            return group.size() if isinstance(group, _Group) else int(dist.get_world_size(group))
 
         def get_world_group(self) -> _Group | None:
             return None if self.groups is None else self.groups.world

@@ -29,6 +29,7 @@ from fsm_trainer.machine.spec import Spec, load, schedules
 
 if TYPE_CHECKING:
     from fsm_trainer.runtime.config import RunConfig
+    from fsm_trainer.training.config import TrainerConfig
 
 RELATIVE = "Paths in the file are relative to it, those of --set to the working folder."
 
@@ -125,6 +126,8 @@ class Checks:
             problem = f"the critic shares the actor's devices, and actor.ranks is {ranks}"
             remedy = "Give actor.ranks and critic.ranks the same value."
             raise self.fail("critic.ranks", problem, remedy)
+        for name, role in (("actor", config.actor), ("critic", critic or config.actor)):
+            self.offload(f"{name}.offload.target", role, spec)
         if config.rollout.engine.dtype != dtype:
             remedy = "Give actor.dtype and rollout.engine.dtype the same value."
             raise self.fail("rollout.engine.dtype", f"the actor pushes {dtype}", remedy)
@@ -132,6 +135,18 @@ class Checks:
             problem = f"with steps: {config.steps} the actor would never train"
             remedy = "Fewer of them, or more steps."
             raise self.fail("algorithm.critic_warmup_steps", problem, remedy)
+
+    def offload(self, field: str, role: TrainerConfig, spec: Spec) -> None:
+        """Ways to sleep that don't work everywhere."""
+        target, remedy = role.offload.target, "Write host, or remove the line."
+        if target in ("offload_states", "memory_saver") and not self.config.cluster.gpus:
+            raise self.fail(field, "needs a GPU, and cluster.gpus is 0", remedy)
+        if target == "offload_states" and role.zero_stage not in (1, 2):
+            problem = f"DeepSpeed has it for ZeRO 1 and 2, not for zero_stage: {role.zero_stage}"
+            raise self.fail(field, problem, remedy)
+        if target == "memory_saver" and spec.schedule.facts.get("colocated"):
+            problem = "moves the optimizer with the weights, which stay while weights are pushed"
+            raise self.fail(field, problem, remedy)
 
     def trajectories(self) -> None:
         """What a step generates, and what it is cut into."""

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -194,6 +195,16 @@ class Cluster:
         except RayActorError as error:
             log.debug("a process is gone", worker=name, story=str(error))
             raise errors.WorkerLost(f"{name}'s process is gone: {_last_line(error)}") from None
+
+    async def end(self, name: str, seconds: float) -> None:
+        """Let a process end by itself, at once, and see it dead; as :meth:`kill` it where it won't.
+
+        Ray tells people of a process that is killed, as of one that crashed.
+        """
+        with suppress(RayActorError, TimeoutError):
+            ended = self._handles[name].actor.__ray_terminate__.remote()
+            await asyncio.wait_for(asyncio.wrap_future(ended.future()), seconds)
+        await self.kill(name, seconds)
 
     async def kill(self, name: str, seconds: float) -> None:
         """End a process and see it dead; raises DeadlineExceeded if it can't be seen."""

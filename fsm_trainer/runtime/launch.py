@@ -26,7 +26,7 @@ from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.world import World
 from fsm_trainer.runtime.checkpoints import Checkpoints, Position
 from fsm_trainer.runtime.cluster import Cluster, Recipe
-from fsm_trainer.runtime.config import Run
+from fsm_trainer.runtime.config import RoleConfig, Run
 from fsm_trainer.runtime.driver import Driver
 from fsm_trainer.runtime.driver import Progress as StepProgress
 from fsm_trainer.runtime.journal import Journal, read_journal
@@ -146,7 +146,8 @@ class _Launch:
         ports = {}
         for name, role in self.run_config.system.names.items():
             recipes = partial(self._recipes, name, role, store)
-            ports[name] = RayPort(cluster, name, recipes, config.deadlines)
+            exits = role is not Role.ROLLOUT and self._settings(role).offload.target == "exit"
+            ports[name] = RayPort(cluster, name, recipes, config.deadlines, exits)
             ports[name].start()
         data = RayData(cluster, config.deadlines)
         await cluster.setup(data_recipe, config.deadlines.transition)
@@ -188,13 +189,16 @@ class _Launch:
             "max_new_tokens": rollout.max_new_tokens,
         }
 
+    def _settings(self, role: Role) -> RoleConfig:
+        critic = self.run_config.critic if role is Role.CRITIC else None
+        return critic or self.config.actor
+
     def _trainer(self, role: Role) -> dict[str, Any]:
-        run, position = self.run_config, self.checkpoints.latest()
-        critic = run.critic if role is Role.CRITIC else None
-        settings = critic or run.config.actor
+        run, position, settings = self.run_config, self.checkpoints.latest(), self._settings(role)
+        learned = role is Role.CRITIC and run.warms_up
         return {
             "config": settings,
-            "model": self.folder / "warmed-up" if critic and run.warms_up else self.model,
+            "model": self.folder / "warmed-up" if learned else self.model,
             "tokenizer": self.model,
             "seed": run.config.seed,
             "total_steps": run.optimizer_steps(role),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsm_trainer.machine.errors import WorkerLost
 from fsm_trainer.machine.lifecycle import Report
+from fsm_trainer.machine.names import State, Trigger
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import Worker, World
 from fsm_trainer.runtime.cluster import CONTROL, Cluster, Recipe
@@ -20,7 +22,11 @@ from fsm_trainer.workers.host import Status
 
 
 class RayPort:
-    """A worker port over the processes of a :class:`Cluster`, one for each rank."""
+    """A worker port over the processes of a :class:`Cluster`, one for each rank.
+
+    With ``exits`` a worker that goes to sleep leaves files, and its processes end: only the port
+    knows. They are started again before its next transition.
+    """
 
     def __init__(
         self,
@@ -28,9 +34,12 @@ class RayPort:
         name: str,
         recipes: Callable[[], list[Recipe]],
         deadlines: DeadlineConfig,
+        exits: bool = False,
     ) -> None:
         self._cluster, self._name, self._deadlines = cluster, name, deadlines
         self._make, self.recipes = recipes, recipes()
+        self._exits, self._trigger = exits, ""
+        self._gone: Worker | None = None
 
     @property
     def ranks(self) -> int:
@@ -44,8 +53,10 @@ class RayPort:
 
     async def setup(self) -> None:
         """Make the hosts, from the newest checkpoint, and wait until they can be called."""
-        self.recipes = self._make()
-        seconds = self._deadlines.transition
+        await self._setup(self._make())
+
+    async def _setup(self, recipes: list[Recipe]) -> None:
+        self.recipes, seconds = recipes, self._deadlines.transition
         await asyncio.gather(*(self._cluster.setup(r, seconds) for r in self.recipes))
 
     async def _all(
@@ -66,6 +77,9 @@ class RayPort:
         self, trigger: str, epoch: int, version: Version | None, world: World, generation: int
     ) -> Report:
         """See :class:`~fsm_trainer.runtime.port.WorkerPort`, here and below."""
+        if self._gone is not None:
+            await self._return(self._gone, world)
+        self._trigger = trigger
         return await self._report("begin", trigger, epoch, version, world, generation)
 
     async def acquire(self) -> Report:
@@ -74,7 +88,26 @@ class RayPort:
 
     async def commit(self) -> Worker:
         """All ranks together."""
-        return await self._worker("lifecycle.commit")
+        worker = await self._worker("lifecycle.commit")
+        if self._exits and worker.state == State.SLEEPING and self._trigger != Trigger.START:
+            seconds = self._deadlines.control
+            await asyncio.gather(*(self._cluster.end(r.name, seconds) for r in self.recipes))
+            self._gone = worker
+        return worker
+
+    async def _return(self, worker: Worker, world: World) -> None:
+        """Start the processes again, and bring them to where the worker fell asleep."""
+        self._gone = None
+        self.start()
+        made = self._make()
+        await self._setup([replace(r, arguments={**r.arguments, "returned": True}) for r in made])
+        await self._report("begin", Trigger.START, 0, worker.version, world, 0)
+        report = await self._report("lifecycle.acquire")
+        if report.failed is not None:
+            raise WorkerLost(f"{self._name} did not come back from its files: {report.error}")
+        back = await self._worker("lifecycle.commit")
+        if back != worker:
+            raise WorkerLost(f"{self._name} came back as {back}, it had left as {worker}")
 
     async def undo(self) -> Worker:
         """All ranks together."""
@@ -106,15 +139,21 @@ class RayPort:
 
     async def died(self, peer: str) -> None:
         """Told at once, also while a collective blocks."""
-        await self._all("died", peer, seconds=self._deadlines.control, concurrency_group=CONTROL)
+        if self._gone is None:
+            await self._all(
+                "died", peer, seconds=self._deadlines.control, concurrency_group=CONTROL
+            )
 
     async def status(self) -> list[Status]:
-        """Answered also while an action runs."""
+        """Answered also while an action runs; nothing while there is no process."""
+        if self._gone is not None:
+            return []
         seconds = self._deadlines.control
         return await self._all("status", seconds=seconds, concurrency_group=CONTROL)
 
     async def kill(self) -> None:
         """End all ranks."""
+        self._gone = None
         seconds = self._deadlines.control
         await asyncio.gather(*(self._cluster.kill(r.name, seconds) for r in self.recipes))
 

@@ -14,7 +14,7 @@ import torch
 from fsm_trainer.machine.errors import ConfigError
 
 # Raise it when the contents change their meaning; an older format is refused, not guessed at.
-FORMAT = 2
+FORMAT = 3
 
 
 class Shard(TypedDict):
@@ -27,6 +27,8 @@ class Shard(TypedDict):
     optimizer: list[dict[str, torch.Tensor]]
     reference: list[torch.Tensor]
     """The reference's storages as bytes; empty without one."""
+    weights: list[torch.Tensor]
+    """The weights' storages as bytes; empty where they stand in a model folder."""
 
 
 def write(directory: Path, rank: int, shard: Shard) -> None:

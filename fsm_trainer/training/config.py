@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 Dtype = Literal["float32", "bfloat16"]
 Stage = Literal[0, 1, 2, 3]
-Target = Literal["disk", "host"]
+Target = Literal["disk", "host", "exit", "offload_states", "memory_saver"]
 GroupPolicy = Literal["auto", "destroy", "suspend"]
 
 
@@ -42,8 +42,11 @@ class OffloadConfig(BaseModel, extra="forbid", frozen=True):
     """Where a sleeping trainer's bytes go."""
 
     target: Target | None = None
-    """``disk``: files in the role's scratch folder; ``host``: host memory, pinned on a GPU. Null:
-    ``host`` on a GPU, else ``disk``."""
+    """``disk``: files in the role's scratch folder; ``host``: memory, pinned on a GPU; ``exit``:
+    files, and the process ends, so that nothing at all is left of it: it wakes as slowly as it
+    starts. Null: ``host`` on a GPU, else ``disk``. Two ways of others to host memory, on a GPU:
+    ``offload_states``, DeepSpeed's, at ZeRO 1 and 2; ``memory_saver``, that of the package
+    torch_memory_saver, not colocated."""
     tight: bool = False
     """Free the copies while the trainer is awake: less memory, and each sleep pins it anew."""
     groups: GroupPolicy = "auto"

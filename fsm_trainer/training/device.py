@@ -30,20 +30,21 @@ class Meter:
         self._owner, self._device, self._used = owner, device, used
         self._least: int | None = None
 
-    def check(self, settled: bool) -> int:
+    def check(self, settled: bool, hollow: int = 0) -> int:
         """The bytes that are left, with the tensors and groups freed.
 
         Until a first step has loaded kernels and libraries, ``settled``, nothing is learnt from it.
+        ``hollow`` are the bytes of tensors that look as before but have no memory now.
 
         Raises:
             MemoryHeld: more than 64 MiB over what can't be given back.
         """
-        left, bound = self._used(), self._bound()
+        left, bound = self._used(), self._bound(hollow)
         if left > bound:
             gc.collect()  # an autograd graph or a traceback that refers to itself
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            left, bound = self._used(), self._bound()
+            left, bound = self._used(), self._bound(hollow)
         if left > bound:
             told = "; ".join(_holders(self._device)) or "no tensor, so a library or a process group"
             raise MemoryHeld(
@@ -54,11 +55,11 @@ class Meter:
             self._least = left if self._least is None else min(self._least, left)
         return left
 
-    def _bound(self) -> int:
+    def _bound(self, hollow: int) -> int:
         if self._least is not None:
             return self._least + SLACK
         tensors = sum(size for size, _ in _tensors(self._device))
-        return self._used() - tensors + SLACK
+        return self._used() - (tensors - hollow) + SLACK
 
 
 def process_bytes() -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ from fsm_trainer.training import checkpoint, models, packing
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import GroupPolicy, ScheduleConfig, TrainerConfig
 from fsm_trainer.training.device import Meter, process_bytes
-from fsm_trainer.training.offload import Bank, trim
+from fsm_trainer.training.offload import Bank, SavedBank, bytes_of, trim
 from fsm_trainer.training.packing import Layout
 from fsm_trainer.training.port import Bank as BankName
 from fsm_trainer.training.port import Scores
@@ -85,9 +86,12 @@ class ModelTrainer:
         self._groups = TrainingGroups(
             store, role, rank, world_size, config.timeout, backend, suspends
         )
-        self._bank = Bank(offload.on(self.device.type), scratch, self._name, offload.tight)
+        self._target = offload.on(self.device.type)
+        kind = SavedBank if self._target == "memory_saver" else Bank
+        self._bank = kind(self._target, scratch, self._name, offload.tight)
         self._meter, self._settled = Meter(self._name, self.device, process_bytes), False
         self._checkpoint: Path | None = None
+        self._left, self._returned = scratch / "left", False
         self._module: Any = None
         self._engine: ZeroEngine | None = None
         self._reference = self._no_reference()
@@ -107,6 +111,8 @@ class ModelTrainer:
             self._open_groups(epoch)
         elif self._engine is not None:
             self._bank.wake("optimizer")
+            if self._target == "offload_states":
+                self._engine.reload()
         self.held.add(resource)
 
     def release(self, resource: Resource) -> None:
@@ -122,9 +128,13 @@ class ModelTrainer:
             if resource == "weights":
                 self._reference.show("live")
                 self._bank.sleep("weights", weights_of(self._module))
-                if self.device.type == "cuda":
-                    self._meter.check(self._settled)
+                if self.device.type == "cuda" and self._target != "exit":
+                    self._meter.check(self._settled, self._bank.hollow)
             elif self._engine is not None:
+                if self._target == "exit":
+                    self._leave(self._engine)
+                elif self._target == "offload_states":
+                    self._engine.offload()
                 self._bank.sleep("optimizer", self._engine.optimizer())
         self.held.discard(resource)
 
@@ -134,7 +144,8 @@ class ModelTrainer:
             return
         torch.manual_seed(self._seed)
         folder, config = self._checkpoint or self._source, self._config
-        module = models.load(self._head, folder, config.dtype).to(self.device)
+        with self._bank.region():
+            module = models.load(self._head, folder, config.dtype).to(self.device)
         if config.activation_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         self._module = module
@@ -145,30 +156,50 @@ class ModelTrainer:
             return
         try:
             with self._groups.guard("start"):
-                self._engine = ZeroEngine(self._module, self._config)
+                self._engine = self._started()
                 if self.packing:
                     vocabulary = self._module.get_input_embeddings().num_embeddings
                     packing.check(self._engine.hidden, vocabulary, self.device)
-                if self._checkpoint is not None:
-                    stage = self._config.zero_stage
-                    shard = checkpoint.read(self._checkpoint, self.rank, stage, self.world_size)
-                    self._engine.restore(shard["optimizer"])
-                    self.steps = shard["steps"]
-                    self._reference.adopt(shard["reference"])
         except BaseException:
             self._engine = None
             self._groups.forget()
             raise
 
+    def _started(self) -> ZeroEngine:
+        """A new engine, which stands where a checkpoint or a sleeper that ended left it."""
+        with self._bank.region():
+            engine = ZeroEngine(self._module, self._config)
+            folder = self._left if self._returned else self._checkpoint
+            if folder is None:
+                return engine
+            shard = checkpoint.read(folder, self.rank, self._config.zero_stage, self.world_size)
+            if self._returned:
+                for storage, data in zip(weights_of(self._module), shard["weights"], strict=True):
+                    bytes_of(storage).copy_(data)
+            engine.restore(shard["optimizer"])
+        self.steps = shard["steps"]
+        self._reference.adopt(shard["reference"])
+        return engine
+
+    def _leave(self, engine: ZeroEngine) -> None:
+        """Write what another process continues from; this one may still go on."""
+        self._reference.show("live")
+        self._left.mkdir(parents=True, exist_ok=True)
+        weights = [bytes_of(storage).cpu() for storage in weights_of(self._module)]
+        checkpoint.write(self._left, self.rank, self._shard(engine, weights))
+
     def _forget(self) -> None:
-        if self._engine is not None:
-            self._engine.destroy()
-        self._engine = self._module = self._checkpoint = None
-        self._groups.forget()
+        with self._bank.region():
+            if self._engine is not None:
+                self._engine.destroy()
+            self._engine = self._module = self._checkpoint = None
+            self._groups.forget()
+            gc.collect()  # the engine and its hooks refer to each other
+        self._returned = False
+        shutil.rmtree(self._left, ignore_errors=True)
         self._bank.close()
         self._reference, self.steps = self._no_reference(), 0
         self.held.clear()
-        gc.collect()  # the engine and its hooks refer to each other
         trim()
 
     # The model port
@@ -212,7 +243,7 @@ class ModelTrainer:
         """
         peak, schedule, total_steps = self._planned
         rate = peak * schedule.factor(self.steps, total_steps)
-        with self._using("step", "live", "optimizer") as engine:
+        with self._using("step", "live", "optimizer") as engine, self._bank.region():
             norm = engine.step(rate)
         if not math.isfinite(norm):
             raise SelfCheckFailed(
@@ -242,13 +273,10 @@ class ModelTrainer:
         """
         with self._using("begin", "live", "optimizer") as engine:
             engine.reset()
-        rate, usual, total = self._configured
+        peak, usual, total = self._configured
+        rate = peak if learning_rate is None else learning_rate
         self.steps = 0
-        self._planned = (
-            rate if learning_rate is None else learning_rate,
-            schedule or usual,
-            total if total_steps is None else total_steps,
-        )
+        self._planned = rate, schedule or usual, total if total_steps is None else total_steps
 
     # The reference
 
@@ -282,14 +310,7 @@ class ModelTrainer:
         beside. All ranks call it together.
         """
         with self._using("save", "live", "optimizer") as engine:
-            shard = checkpoint.Shard(
-                format=checkpoint.FORMAT,
-                zero_stage=self._config.zero_stage,
-                world_size=self.world_size,
-                steps=self.steps,
-                optimizer=engine.state(),
-                reference=self._reference.to_bytes(),
-            )
+            shard = self._shard(engine, [])
         with self._replacing(directory) as folder:
             checkpoint.write(folder, self.rank, shard)
 
@@ -304,6 +325,21 @@ class ModelTrainer:
             self._refuse("load", "weights are loaded already", needs="release the bank first")
         models.check_folder(directory)
         self._checkpoint = directory
+
+    def take_up(self) -> None:
+        """Continue from what ``offload.target: exit`` left of a process; before the weights."""
+        self._returned = True
+
+    def _shard(self, engine: ZeroEngine, weights: list[torch.Tensor]) -> checkpoint.Shard:
+        return checkpoint.Shard(
+            format=checkpoint.FORMAT,
+            zero_stage=self._config.zero_stage,
+            world_size=self.world_size,
+            steps=self.steps,
+            optimizer=engine.state(),
+            reference=self._reference.to_bytes(),
+            weights=weights,
+        )
 
     @contextmanager
     def _replacing(self, directory: Path) -> Iterator[Path]:

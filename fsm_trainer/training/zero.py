@@ -120,9 +120,22 @@ class ZeroEngine:
         """The storages of everything else: masters and moments first, then what DeepSpeed holds."""
         weights = {storage._cdata for storage in weights_of(self.module)}
         parameters = list(self.module.parameters())
+        device = parameters[0].device.type
         for storage in storages_under(self._adamw, self._engine.optimizer, parameters):
-            if storage._cdata not in weights:
+            if storage._cdata not in weights and storage.device.type == device:
                 yield storage
+
+    def offload(self) -> None:
+        """Have DeepSpeed move masters and moments to host memory, pinned anew; ZeRO 1 and 2."""
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
+
+        moved = [States.hp_params, States.optim_states]
+        self._engine.offload_states(moved, pin_memory=True, non_blocking=True)
+        torch.cuda.synchronize()
+
+    def reload(self) -> None:
+        """Have it move them back."""
+        self._engine.reload_states(non_blocking=True)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter and persistent buffer once, whole; all ranks must iterate together."""

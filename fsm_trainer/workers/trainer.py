@@ -45,6 +45,7 @@ class TrainerHost(Host):
         total_steps: int,
         threads: int,
         checkpoint: Path | None = None,
+        returned: bool = False,
     ) -> None:
         torch.set_num_threads(threads)
         self.pad_token, self.seed = pad_token(load_tokenizer(tokenizer)), seed
@@ -62,6 +63,8 @@ class TrainerHost(Host):
         )
         if checkpoint is not None:
             self.trainer.load(checkpoint)
+        if returned:
+            self.trainer.take_up()
         super().__init__(place)
 
     def resources(self) -> Mapping[str, Resource]:

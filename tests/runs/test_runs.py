@@ -110,6 +110,25 @@ def test_the_same_seed_gives_bit_equal_weights(trained: Trained, tmp_path: Path)
         assert trained.weights(3, role) == again.weights(3, role)
 
 
+@pytest.mark.parametrize("name", ["critic", pytest.param("actor", marks=pytest.mark.nightly)])
+def test_a_trainer_that_ends_when_it_sleeps_learns_the_same(
+    trained: Trained, tmp_path: Path, name: str
+) -> None:
+    exits = train(tmp_path / "run", "steps=2", f"{name}.offload.target=exit")
+
+    for role in ("actor", "critic"):
+        assert trained.weights(2, role) == exits.weights(2, role)
+    assert trace(exits.folder).returncode == 0
+    events = map(json.loads, (exits.folder / "run.log.jsonl").read_text().splitlines())
+    started = Counter(e["worker"] for e in events if e["event"] == "a process is up")
+    sleeps = [e for e in exits.journal if (e.worker, e.trigger) == (name, "sleep")]
+    assert len(sleeps) >= 2
+    # Once for each time that it had slept, to go on or to stop.
+    assert started == {"data": 1, "actor": 1, "critic": 1, "rollout-0": 1, "rollout-1": 1} | {
+        name: 1 + len(sleeps)
+    }
+
+
 def test_a_run_resumed_before_a_damaged_checkpoint_ends_where_an_undisturbed_one_does(
     trained: Trained, tmp_path: Path
 ) -> None:

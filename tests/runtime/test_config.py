@@ -364,6 +364,29 @@ def test_weights_in_two_forms_are_counted_once(folder: Path) -> None:
     assert parameters(folder / "huge") == 10**12
 
 
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["actor.offload.target=memory_saver"], "needs a GPU, and cluster.gpus is 0"),
+        (
+            [*ELSEWHERE, "actor.offload.target=offload_states", "actor.zero_stage=3"],
+            "DeepSpeed has it for ZeRO 1 and 2, not for zero_stage: 3",
+        ),
+        (
+            [*ELSEWHERE, "actor.offload.target=memory_saver", "schedule=colocated_critic"],
+            "moves the optimizer with the weights, which stay while weights are pushed",
+        ),
+    ],
+)
+def test_ways_to_sleep_are_refused_where_they_do_not_work(
+    folder: Path, sets: list[str], said: str
+) -> None:
+    result = run(folder, GOOD, *(part for text in sets for part in ("--set", text)))
+
+    assert result.exit_code == 2
+    assert f"actor.offload.target: {said}" in result.stderr
+
+
 def test_a_bank_shards_what_its_zero_stage_shards() -> None:
     def bank(stage: int) -> int:
         return TrainerConfig(zero_stage=stage, dtype="bfloat16").bank_bytes(100, 2, 2)  # type: ignore[arg-type]

@@ -124,7 +124,10 @@ def train(trainer: ModelTrainer, step: int, micro_batches: int = 2) -> list[floa
 
 
 def sleeping_changes_nothing(rank: Rank, stage: int, dtype: str = "float32") -> dict[str, Any]:
-    """Train without a pause, then asleep thrice after each step, then resumed before the last."""
+    """Train without a pause, then asleep thrice after each step, then resumed before the last.
+
+    At last in a process that ends when it sleeps, also before the last step.
+    """
     model = make_model(rank.folder / f"model-{rank.rank}")
     checkpoint = rank.folder / f"checkpoint-{stage}-{dtype}"
     result: dict[str, Any] = {"asleep": []}
@@ -152,6 +155,23 @@ def sleeping_changes_nothing(rank: Rank, stage: int, dtype: str = "float32") -> 
     train(trainer, STEPS - 1)
     result["resumed"] = checksum(trainer)
     rank.stop(trainer)
+
+    exits: dict[str, Any] = {"zero_stage": stage, "dtype": dtype, "offload": {"target": "exit"}}
+    trainer = rank.start(rank.trainer(model, **exits))
+    for step in range(STEPS - 1):
+        train(trainer, step)
+    rank.sleep(trainer)
+    left = trainer._left
+    kept = left.rename(left.with_name("kept"))  # a process that ends as it should deletes it
+    trainer.release("bank")
+    kept.rename(left)
+    trainer = rank.trainer(model, **exits)
+    trainer.take_up()
+    rank.start(trainer)
+    train(trainer, STEPS - 1)
+    result["returned"] = checksum(trainer)
+    rank.stop(trainer)
+    result["files"] = left.exists()
     return result
 
 

@@ -70,11 +70,12 @@ def test_a_sleeping_rank_has_no_group_registered(
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_resumed_rank_continues_bit_equal(
+def test_a_rank_that_resumed_or_ended_asleep_continues_bit_equal(
     run: Callable[[int], list[dict[str, Any]]], world: int, stage: str
 ) -> None:
     for result in run(world):
         assert result[stage]["resumed"] == result[stage]["awake"][1]
+        assert result[stage]["returned"] == result[stage]["awake"][1]
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,8 @@ def test_neither_sleep_nor_resume_change_losses_or_weights(
 ) -> None:
     result = sleeping_changes_nothing(rank, stage, dtype)
     assert result["slept"] == result["awake"]
-    assert result["resumed"] == result["awake"][1]
+    assert result["resumed"] == result["returned"] == result["awake"][1]
+    assert not result["files"]
     assert result["asleep"] == [[False, 0]] * STEPS * CYCLES
 
 
@@ -264,6 +265,28 @@ def test_a_resumed_trainer_has_its_schedule_and_its_reference(
 
     assert (steps, checksum(resumed)) == (1, straight)
     assert torch.equal(again, frozen)
+
+
+def test_a_trainer_whose_process_ended_asleep_has_its_reference(rank: Rank, model: Path) -> None:
+    trainer = rank.start(rank.trainer(model, offload=OffloadConfig(target="exit")))
+    trainer.snapshot_reference()
+    train(trainer, 0)
+    batch = make_batch(7)
+    reference = trainer.logprobs(batch, 1.0, bank="reference").logprobs.detach()
+    assert not torch.equal(reference, trainer.logprobs(batch, 1.0).logprobs)
+    rank.sleep(trainer)
+    left = trainer._left
+    kept = left.rename(left.with_name("kept"))  # a process that ends as it should deletes it
+    trainer.release("bank")
+    kept.rename(left)
+
+    trainer = rank.trainer(model, offload=OffloadConfig(target="exit"))
+    trainer.take_up()
+    rank.start(trainer)
+
+    torch.testing.assert_close(
+        trainer.logprobs(batch, 1.0, bank="reference").logprobs, reference, rtol=0, atol=0
+    )
 
 
 def test_a_checkpoint_is_a_folder_that_transformers_loads(rank: Rank, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
 from fsm_trainer.training.batch import collate
-from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
+from fsm_trainer.training.config import ChecksConfig, ScheduleConfig, TrainerConfig
 from fsm_trainer.training.ppo import Advantages, actor_update, critic_update, grpo_update
 from fsm_trainer.training.trainer import ModelTrainer
 from fsm_trainer.training.warmup import Pair, warmup_steps
@@ -187,14 +187,18 @@ class ActorHost(TrainerHost):
         advantages: Advantages | None,
         config: PolicyConfig,
         step: int,
+        checks: ChecksConfig,
     ) -> tuple[None, dict[str, float]]:
         """One step of PPO or GRPO; the first one freezes the reference."""
-        if not self.trainer.has_reference:
+        # After a resume the reference came with the checkpoint, and the actor has left it.
+        first = not self.trainer.has_reference
+        if first:
             self.trainer.snapshot_reference()
         batch = collate(trajectories, self.pad_token)
         generator = self.generator(step)
         if isinstance(config, GRPOConfig):
-            return None, grpo_update(self.trainer, batch, config, generator)
+            return None, grpo_update(self.trainer, batch, config, generator, checks, first)
         if advantages is None:
             raise ValueError("PPO needs the critic's advantages")
-        return None, actor_update(self.trainer, batch, advantages.advantages, config, generator)
+        gain = advantages.advantages
+        return None, actor_update(self.trainer, batch, gain, config, generator, checks, first)

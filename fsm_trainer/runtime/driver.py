@@ -270,7 +270,8 @@ class Driver:
         log.info("warmed up", **results["actor"].value)
 
     async def _values(self) -> None:
-        arguments = (self.progress.batch, self.config.algorithm, self.progress.step)
+        progress, config = self.progress, self.config
+        arguments = (progress.batch, config.algorithm, progress.step, config.checks)
         results = await self.reconciler.act("values", {"critic": arguments})
         self.progress.advantages = results["critic"].payload
         self.progress.numbers |= results["critic"].value

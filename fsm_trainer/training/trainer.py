@@ -30,7 +30,7 @@ from fsm_trainer.groups.backend import can_suspend
 from fsm_trainer.groups.rendezvous import Address
 from fsm_trainer.groups.training import TrainingGroups
 from fsm_trainer.machine.errors import CapabilityMissing, Refused, SelfCheckFailed
-from fsm_trainer.training import checkpoint, models, packing
+from fsm_trainer.training import checkpoint, models, packing, selfcheck
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import GroupPolicy, ScheduleConfig, TrainerConfig
 from fsm_trainer.training.device import Meter, process_bytes
@@ -277,6 +277,15 @@ class ModelTrainer:
         """
         with self._using("named_weights") as engine:
             yield from engine.named_weights()
+
+    def check_replicas(self) -> int:
+        """Compare the weights that all ranks hold; gives how many tensors those are, all together.
+
+        At ZeRO 3 there are none: each rank has a part of its own. Raises SelfCheckFailed.
+        """
+        if self.world_size == 1 or self._config.zero_stage == 3:
+            return 0
+        return selfcheck.replicas(self, self.named_weights())
 
     # Checkpoints
 

@@ -79,6 +79,12 @@ class TrainerHost(Host):
         """The step's random stream, the same on every rank and after a resume."""
         return torch.Generator().manual_seed(derive(self.seed, self.place.name, step))
 
+    def replicas(self, step: int, checks: ChecksConfig) -> dict[str, float]:
+        """Whether all ranks hold the same weights, at the steps that are due."""
+        if not checks.replicas_every or step % checks.replicas_every:
+            return {}
+        return {f"check/replicas_{self.place.name}": float(self.trainer.check_replicas())}
+
     def do_save(self, directory: Path) -> tuple[None, dict[str, Seal]]:
         """Write a checkpoint of this role; rank 0 gives the seals of all ranks' files."""
         self.trainer.save(directory)
@@ -94,11 +100,16 @@ class CriticHost(TrainerHost):
         """A critic on the actor's devices has no link."""
 
     def do_values(
-        self, trajectories: Sequence[Trajectory], config: PPOConfig, step: int
+        self,
+        trajectories: Sequence[Trajectory],
+        config: PPOConfig,
+        step: int,
+        checks: ChecksConfig,
     ) -> tuple[Advantages, dict[str, float]]:
         """Estimate advantages, then train towards the returns."""
         batch = collate(trajectories, self.pad_token)
-        return critic_update(self.trainer, batch, config, self.generator(step))
+        advantages, metrics = critic_update(self.trainer, batch, config, self.generator(step))
+        return advantages, metrics | self.replicas(step, checks)
 
 
 class ActorHost(TrainerHost):
@@ -197,8 +208,10 @@ class ActorHost(TrainerHost):
         batch = collate(trajectories, self.pad_token)
         generator = self.generator(step)
         if isinstance(config, GRPOConfig):
-            return None, grpo_update(self.trainer, batch, config, generator, checks, first)
-        if advantages is None:
+            metrics = grpo_update(self.trainer, batch, config, generator, checks, first)
+        elif advantages is None:
             raise ValueError("PPO needs the critic's advantages")
-        gain = advantages.advantages
-        return None, actor_update(self.trainer, batch, gain, config, generator, checks, first)
+        else:
+            gain = advantages.advantages
+            metrics = actor_update(self.trainer, batch, gain, config, generator, checks, first)
+        return None, metrics | self.replicas(step, checks)

@@ -112,6 +112,16 @@ def limits(
     return Limits(_DEVIATIONS * usual / math.sqrt(rows), _DEVIATIONS * largest, 2 * usual**2)
 
 
+def spread(traits: Traits, value: float, steps: int) -> float:
+    """What a figure of an update may differ by when it is computed again on another device.
+
+    As in :func:`limits`, in unlike shapes, of a number of that value (1 at least), whose roundings
+    go on through ``steps`` optimizer steps.
+    """
+    unit = torch.finfo(traits.dtype).eps / 2 * math.sqrt(_ROUNDINGS * traits.layers * steps)
+    return _DEVIATIONS * unit * max(1.0, abs(value))
+
+
 def zero_kl(
     model: ModelPort,
     batch: Batch,

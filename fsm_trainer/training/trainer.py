@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 Resource = Literal["bank", "weights", "optimizer", "train_groups"]
 # Each needs those before it.
-_ORDER: tuple[Resource, ...] = get_args(Resource)
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 
 class ModelTrainer:
@@ -98,7 +98,7 @@ class ModelTrainer:
         """Take a resource; ``epoch`` names the meeting of the ranks for ``train_groups``."""
         if resource in self.held:
             self._refuse(f"acquire {resource}", f"{resource} is held", needs="release it first")
-        self._need(f"acquire {resource}", *_ORDER[: _ORDER.index(resource)])
+        self._need(f"acquire {resource}", *RESOURCES[: RESOURCES.index(resource)])
         if resource == "bank":
             models.check_folder(self._checkpoint or self._source)
         elif resource == "weights":

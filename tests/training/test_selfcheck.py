@@ -85,7 +85,7 @@ def test_the_worst_sample_is_named_with_its_token_and_both_log_probabilities() -
     with pytest.raises(SelfCheckFailed) as caught:
         first_update(model, batch)
 
-    there = f"{ours[row, token]:.6g} (actor), {theirs[row, token]:.6g} (reference)"
+    there = f"{ours[row, token]:.9g} (actor), {theirs[row, token]:.9g} (reference)"
     assert f"log-ratio {gap:.3g} at most" in str(caught.value)
     assert f"worst at token {token} of sample 's{row}': log-probability {there}" in str(
         caught.value

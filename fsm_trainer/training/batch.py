@@ -40,6 +40,8 @@ class Batch:
     """float32 ``[batch]``: 1 where the generation ran into its limit."""
     groups: tuple[str, ...]
     """``[batch]``: rows of equal group are compared with each other."""
+    ids: tuple[str, ...]
+    """``[batch]``: the sample that each row answers."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -63,6 +65,7 @@ class Batch:
         chosen = replace(
             self._each(lambda tensor: tensor[source]),
             groups=tuple(self.groups[row] for row in source.tolist()),
+            ids=tuple(self.ids[row] for row in source.tolist()),
         )
         return replace(chosen, loss_mask=chosen.loss_mask.masked_fill(given[:, None] < 0, 0.0))
 
@@ -102,6 +105,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token: int) -> Batch:
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         truncated=torch.tensor([float(t.status is Status.TRUNCATED) for t in trajectories]),
         groups=tuple(t.sample.group for t in trajectories),
+        ids=tuple(t.sample.id for t in trajectories),
     )
 
 
@@ -121,6 +125,7 @@ def assemble(
         rewards=torch.zeros(count),
         truncated=torch.zeros(count),
         groups=("",) * count,
+        ids=("",) * count,
     )
 
 
@@ -152,6 +157,8 @@ class Part(NamedTuple):
     """One micro-batch of a rank, on the model's device."""
 
     batch: Batch
+    rows: torch.Tensor
+    """Its rows' places in the whole batch, on the CPU."""
     weights: torch.Tensor
     """Each place's share of the whole minibatch's mean, ``[batch, time]``."""
     tables: tuple[torch.Tensor, ...]
@@ -236,7 +243,7 @@ def parts(
         time = part.tokens.shape[1]
         cut = tuple(table[rows.clamp(min=0), :time].to(device) for table in tables)
         last = number == len(minibatch.micro_batches)
-        yield Part(part.to(device), weights.to(device), cut, last)
+        yield Part(part.to(device), rows, weights.to(device), cut, last)
 
 
 def _padded(

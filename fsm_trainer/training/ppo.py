@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from fsm_trainer.algorithms.advantages import gae, group_advantages
 from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
@@ -84,9 +85,14 @@ def actor_update(
     # In the first epoch's own micro-batches: shapes are those of the gradient pass, so the first
     # ratio is 1 to the last bit, and a drift means a fault rather than another reduction order.
     temperature, passes = config.temperature, partial(_table, model, batch, epochs[0])
-    old, entropy = passes(lambda part: model.logprobs(part, temperature, with_entropy=True))
+    old, entropy, rerouted = passes(
+        lambda part: model.logprobs(part, temperature, with_entropy=True)
+    )
     (reference,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
     measured = _measure(batch, old, reference, entropy, advantages)
+    if batch.routes is not None:
+        read = F.pad(batch.attention_mask[:, 1:].float(), (1, 0))
+        measured["check/route_disagreement"] = float(masked_mean(rerouted, read))
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
 

@@ -39,6 +39,7 @@ from fsm_trainer.training.packing import Layout
 from fsm_trainer.training.port import Bank as BankName
 from fsm_trainer.training.port import Scores
 from fsm_trainer.training.reference import Reference
+from fsm_trainer.training.routes import Replay
 from fsm_trainer.training.zero import ZeroEngine, weights_of
 
 log = structlog.get_logger(__name__)
@@ -135,8 +136,10 @@ class ModelTrainer:
         torch.manual_seed(self._seed)
         folder, config = self._checkpoint or self._source, self._config
         module = models.load(self._head, folder, config.dtype).to(self.device)
+        self._replay = Replay(module)
         if config.activation_checkpointing:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
+            again = {"use_reentrant": False, "context_fn": self._replay.contexts}
+            module.gradient_checkpointing_enable(again)
         self._module = module
 
     def _open_groups(self, epoch: int) -> None:
@@ -187,11 +190,13 @@ class ModelTrainer:
         there until something needs the live ones again.
         """
         layout = Layout(batch.tokens, batch.lengths, self.packing)
-        with self._using("logprobs", bank) as engine:
+        routes = None if batch.routes is None else layout.arrange(batch.routes[:, :-1], fill=-1)
+        with self._using("logprobs", bank) as engine, self._replay.taking(routes) as taken:
             logits = engine.forward(layout.inputs, layout.positions).float() / temperature
         chosen = logits.gather(-1, layout.targets[..., None]).squeeze(-1)
         spread = layout.restore(entropy(logits)) if with_entropy else None
-        return Scores(layout.restore(chosen - logits.logsumexp(-1)), spread)
+        rerouted = None if taken is None else layout.restore(taken.rerouted)
+        return Scores(layout.restore(chosen - logits.logsumexp(-1)), spread, rerouted)
 
     def values(self, batch: Batch) -> torch.Tensor:
         """``[batch, time]`` float32: index t is the head's output at position t - 1."""
@@ -204,6 +209,7 @@ class ModelTrainer:
         """Add a micro-batch's gradient; ``last`` marks the accumulation boundary."""
         with self._using("backward", "live", "optimizer") as engine:
             engine.backward(loss, last)
+        self._replay.check_recomputed(int(self._config.activation_checkpointing))
 
     def step(self) -> Mapping[str, float]:
         """Clip, update, clear the gradients; gives ``grad_norm`` and ``learning_rate``.

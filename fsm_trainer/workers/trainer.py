@@ -11,6 +11,7 @@ import torch
 from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig, WarmupConfig
 from fsm_trainer.data.durable import Seal, seal
 from fsm_trainer.data.models import load_tokenizer, pad_token
+from fsm_trainer.data.routing import Routing
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.data.trajectory import Trajectory
 from fsm_trainer.groups.lease import Lease
@@ -45,9 +46,11 @@ class TrainerHost(Host):
         total_steps: int,
         threads: int,
         checkpoint: Path | None = None,
+        routing_replay: bool = False,
     ) -> None:
         torch.set_num_threads(threads)
         self.pad_token, self.seed = pad_token(load_tokenizer(tokenizer)), seed
+        self.routing = Routing.of(model) if routing_replay else None
         self.trainer = ModelTrainer(
             self.head,
             model,
@@ -191,7 +194,7 @@ class ActorHost(TrainerHost):
         """One step of PPO or GRPO; the first one freezes the reference."""
         if not self.trainer.has_reference:
             self.trainer.snapshot_reference()
-        batch = collate(trajectories, self.pad_token)
+        batch = collate(trajectories, self.pad_token, self.routing)
         generator = self.generator(step)
         if isinstance(config, GRPOConfig):
             return None, grpo_update(self.trainer, batch, config, generator)

@@ -21,6 +21,8 @@ from fsm_trainer.machine.version import Version
 from fsm_trainer.training.batch import Batch, collate
 from fsm_trainer.training.packing import Layout
 from fsm_trainer.training.routes import Replay
+from tests.training import routed
+from tests.training.ranks import run_ranks
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 ROUTING = Routing(LAYERS, EXPERTS, TOP_K)
@@ -246,3 +248,48 @@ def test_a_dense_model_takes_no_routes() -> None:
     with pytest.raises(CapabilityMissing, match="routes of 3 layers, and the model 0 routers"):
         with Replay(torch.nn.Linear(2, 2)).taking(torch.zeros(1, 5, LAYERS, TOP_K)):
             pass
+
+
+# -- whole updates, on 1 and 2 ranks ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
+    """Metrics and weights after two updates, by ranks and case."""
+    found = {}
+    for world in (1, 2):
+        folder = tmp_path_factory.mktemp(f"{world}-ranks")
+        run_ranks(world, folder, "tests.training.routed")
+        found |= {(world, name): torch.load(folder / f"{name}.pt") for name in routed.CASES}
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("case", [name for name in routed.CASES if name != "whole"])
+def test_neither_ranks_nor_recomputation_nor_packing_change_a_replayed_update(
+    updates: dict[tuple[int, str], Any], world: int, case: str
+) -> None:
+    expected, found = updates[1, "whole"], updates[world, case]
+    for mine, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+        # Three layers of about ten sums each, taken in another order.
+        assert mine == pytest.approx(theirs, rel=100 * 2.0**-24, abs=100 * 2.0**-24)
+    gaps = [(found["weights"][name] - there).abs() for name, there in expected["weights"].items()]
+    # A hundredth of what a step of Adam moves a weight by.
+    assert max(float(gap.max()) for gap in gaps) < routed.RATE / 100
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_recomputing_a_replayed_update_changes_no_bit(
+    updates: dict[tuple[int, str], Any], world: int
+) -> None:
+    kept, recomputed = updates[world, "accumulated"], updates[world, "recomputed"]
+    assert kept["metrics"] == recomputed["metrics"]
+    assert kept["checksum"] == recomputed["checksum"]
+
+
+def test_the_updates_replay_what_the_routers_would_not_choose(
+    updates: dict[tuple[int, str], Any],
+) -> None:
+    first, second = updates[1, "whole"]["metrics"]
+    assert first["check/route_disagreement"] > 0.5
+    assert first["train/kl"] == 0.0 and second["train/kl"] > 0

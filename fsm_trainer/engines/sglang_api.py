@@ -122,6 +122,9 @@ class Api:
         return {
             "max_new_tokens": request.max_new_tokens,
             "temperature": request.temperature,
+            # Said, because a server's own defaults may cut the tail: log-probs are of all tokens.
+            "top_p": 1.0,
+            "top_k": -1,
             "stop_token_ids": list(request.stop),
             "ignore_eos": not request.stop,
             **seed,

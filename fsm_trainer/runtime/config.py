@@ -27,7 +27,7 @@ from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.spec import Spec
 from fsm_trainer.machine.world import System
 from fsm_trainer.runtime.checks import Checks
-from fsm_trainer.training.config import TrainerConfig
+from fsm_trainer.training.config import ChecksConfig, TrainerConfig
 
 AlgorithmConfig = Annotated[PPOConfig | GRPOConfig, Field(discriminator="name")]
 
@@ -154,6 +154,7 @@ class RunConfig(BaseModel, extra="forbid", frozen=True):
     data: DataConfig
     reward: RewardConfig
     evaluation: EvaluationConfig = EvaluationConfig()
+    checks: ChecksConfig = ChecksConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -277,27 +277,11 @@ class Driver:
         await self._save("critic")
 
     async def _train(self) -> None:
-        step, batch = self.progress.step, self.progress.batch
-        arguments = (batch, self.progress.advantages, self.config.algorithm, step)
-        results = await self.reconciler.act("train", {"actor": arguments})
+        progress, config = self.progress, self.config
+        arguments = (progress.batch, progress.advantages, config.algorithm, progress.step)
+        results = await self.reconciler.act("train", {"actor": (*arguments, config.checks)})
         self.progress.numbers |= results["actor"].value
-        self._check_first(step)
         await self._save("actor")
-
-    def _check_first(self, step: int) -> None:
-        """Before the first update actor and reference are the same weights: their KL is 0."""
-        gap = self.progress.numbers.get("check/reference_gap", 0.0)
-        first = self._critic_warmup_steps() + 1
-        if step == first and gap > KL_TOLERANCE:
-            raise SelfCheckFailed(
-                f"the first step's actor differs from its reference: largest log-ratio {gap:.3g}, "
-                f"allowed {KL_TOLERANCE:g}. Likely causes: different templates, masks or dtypes in "
-                "the two forward passes, or weights that changed before the reference was taken"
-            )
-
-    def _critic_warmup_steps(self) -> int:
-        algorithm = self.config.algorithm
-        return algorithm.critic_warmup_steps if isinstance(algorithm, PPOConfig) else 0
 
     async def push(self) -> None:
         """Push the actor's weights to all rollout workers; the first is verified bit by bit."""
@@ -349,8 +333,3 @@ class Driver:
         for file in (self.reconciler.journal, self.metrics):
             file.sync()  # nobody does these steps again
         self.checkpoints.complete(position, self.progress.saved)
-
-
-KL_TOLERANCE = 1e-6
-"""Two forward passes of the same fp32 weights in the same batches: equal up to nothing; bf16 too,
-because both passes round alike."""

@@ -15,6 +15,7 @@ from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import Worker, World
 from fsm_trainer.sync.manifest import Transfer
+from fsm_trainer.training.config import Verdict
 from fsm_trainer.workers.data import Summary
 from fsm_trainer.workers.host import Status
 
@@ -142,7 +143,11 @@ def problem_of(task: asyncio.Future[Any]) -> BaseException | str | None:
     return result.error if isinstance(result, Report) and result.failed is not None else None
 
 
-def moved_by(result: object) -> Mapping[str, float]:
-    """What the record of a push says beside its seconds, at the end that sent."""
-    sent = result.value if isinstance(result, Outcome) else None
-    return sent.record if isinstance(sent, Transfer) else {}
+def told_by(result: object) -> Mapping[str, Any]:
+    """What an action's record says beside its seconds: a push at the end that sent, and zero-KL."""
+    match result:
+        case Outcome(value=Transfer() as sent):
+            return sent.record
+        case Outcome(value={"check/zero_kl": verdict}):
+            return {"zero_kl": Verdict(int(verdict)).name.lower()}
+    return {}

@@ -19,6 +19,7 @@ from fsm_trainer.machine.errors import (
     EngineFailed,
     FsmError,
     Refused,
+    SelfCheckFailed,
     WorkerLost,
 )
 from fsm_trainer.machine.events import (
@@ -44,7 +45,7 @@ from fsm_trainer.machine.step import step
 from fsm_trainer.machine.version import Version
 from fsm_trainer.machine.world import System, Worker, World
 from fsm_trainer.runtime.journal import Journal, Kind
-from fsm_trainer.runtime.port import Outcome, WorkerPort, moved_by, now, problem_of
+from fsm_trainer.runtime.port import Outcome, WorkerPort, now, problem_of, told_by
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -124,7 +125,7 @@ class Reconciler:
         Raises:
             Refused: it is illegal now.
             WorkerLost: a worker died in it.
-            ActionFailed: a worker raised; the others have ended theirs.
+            ActionFailed, SelfCheckFailed: a worker raised; the others have ended theirs.
         """
         names = tuple(arguments)
         joint = any(self.system.table(n).actions[action].joint for n in names)
@@ -142,8 +143,8 @@ class Reconciler:
             self._apply(Acted(action, group, ok and len(alive) == len(group)))
             for name in alive:
                 error = None if ok else failed.get(name) or next(iter(failed.values()), None)
-                state, moved = self._worker(name).state, moved_by(results[name])
-                self._record(name, Kind.ACTION, action, state, began, error, moved)
+                state, told = self._worker(name).state, told_by(results[name])
+                self._record(name, Kind.ACTION, action, state, began, error, told)
         if joint and failed and not any(isinstance(e, LOST) for e in failed.values()):
             # What its ends may still wait on was revoked: the next attempt has a new epoch.
             await self._transition(Trigger.DISCONNECT, names)
@@ -241,8 +242,7 @@ class Reconciler:
         while waiting := [n for n, done in effects.items() if done]:
             may = enabled(self.system, self.world)
             due = [n for n in waiting if effects[n][0] in may]
-            # Where none is due, the first one's refusal says why.
-            for name in due or waiting[:1]:
+            for name in due or waiting[:1]:  # if none is due, the first one's refusal says why
                 effect = effects[name].pop(0)
                 try:
                     self._apply(Done(effect))
@@ -288,8 +288,7 @@ class Reconciler:
     async def _sever(self, name: str, link: str) -> None:
         source, began = self._worker(name).state, now()
         self._apply(Sever(name, link))
-        before = self.world
-        told = await self._gather({name: self.ports[name].sever(link, before)})
+        told = await self._gather({name: self.ports[name].sever(link, self.world)})
         await self._follow(name, told[name])
         if name not in self._dead:
             self._record(name, Kind.TRANSITION, Trigger.SEVER, source, began, None)
@@ -365,7 +364,8 @@ class Reconciler:
             kind = TrainerLost if self._trains(dead) else WorkerLost
             raise kind(f"{dead} was lost during {what!r}: {cause}") from cause
         for name, error in failed.items():
-            if isinstance(error, FsmError) and not isinstance(error, Refused | EffectFailed):
+            kept = Refused | EffectFailed | SelfCheckFailed
+            if isinstance(error, FsmError) and not isinstance(error, kept):
                 raise ActionFailed(f"{name}: {what} failed: {error}") from error
             raise error
 
@@ -377,7 +377,7 @@ class Reconciler:
         source: State,
         began: float,
         error: BaseException | str | None,
-        moved: Mapping[str, float] | None = None,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
         worker = self._worker(name)
         if isinstance(error, BaseException):
@@ -396,5 +396,5 @@ class Reconciler:
                 seconds=round(now() - began, 6),
                 ok=error is None,
                 error=error,
-                **((rank == 0 and moved) or {}),
+                **((rank == 0 and told) or {}),
             )

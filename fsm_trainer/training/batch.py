@@ -41,6 +41,8 @@ class Batch:
     """float32 ``[batch]``: 1 where the generation ran into its limit."""
     groups: tuple[str, ...]
     """``[batch]``: rows of equal group are compared with each other."""
+    ids: tuple[str, ...]
+    """``[batch]``: the sample that each row answers."""
     routes: torch.Tensor | None = None
     """int32 ``[batch, time, layers, top_k]``: the experts that the rollout engine sent each token
     to, for the policy to take again; -1 where a sequence ends and in padding, where none were and
@@ -68,6 +70,7 @@ class Batch:
         chosen = replace(
             self._each(lambda tensor: tensor[source]),
             groups=tuple(self.groups[row] for row in source.tolist()),
+            ids=tuple(self.ids[row] for row in source.tolist()),
         )
         return replace(chosen, loss_mask=chosen.loss_mask.masked_fill(given[:, None] < 0, 0.0))
 
@@ -112,6 +115,7 @@ def collate(
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         truncated=torch.tensor([float(t.status is Status.TRUNCATED) for t in trajectories]),
         groups=tuple(t.sample.group for t in trajectories),
+        ids=tuple(t.sample.id for t in trajectories),
         routes=None if routing is None else _padded(routes, time, -1, torch.int32),
     )
 
@@ -132,6 +136,7 @@ def assemble(
         rewards=torch.zeros(count),
         truncated=torch.zeros(count),
         groups=("",) * count,
+        ids=("",) * count,
     )
 
 
@@ -163,6 +168,8 @@ class Part(NamedTuple):
     """One micro-batch of a rank, on the model's device."""
 
     batch: Batch
+    rows: torch.Tensor
+    """Its rows' places in the whole batch, on the CPU."""
     weights: torch.Tensor
     """Each place's share of the whole minibatch's mean, ``[batch, time]``."""
     tables: tuple[torch.Tensor, ...]
@@ -247,7 +254,7 @@ def parts(
         time = part.tokens.shape[1]
         cut = tuple(table[rows.clamp(min=0), :time].to(device) for table in tables)
         last = number == len(minibatch.micro_batches)
-        yield Part(part.to(device), weights.to(device), cut, last)
+        yield Part(part.to(device), rows, weights.to(device), cut, last)
 
 
 def _padded(

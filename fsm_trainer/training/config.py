@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from enum import IntEnum
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 Dtype = Literal["float32", "bfloat16"]
 Stage = Literal[0, 1, 2, 3]
@@ -95,3 +96,47 @@ class TrainerConfig(BaseModel, extra="forbid", frozen=True):
         half = self.dtype == "bfloat16"
         weights = parameters * (2 if half else 4) * sets // (ranks if self.zero_stage == 3 else 1)
         return weights + parameters * (12 if half else 8) // (ranks if self.zero_stage else 1)
+
+
+class Verdict(IntEnum):
+    """What ``check/zero_kl`` says; a check that failed in a run that goes on was only to warn."""
+
+    PASSED = 1
+    FAILED = 0
+    OFF = -1
+
+
+class MismatchConfig(BaseModel, extra="forbid", frozen=True):
+    """How far trainer and engine may differ: the mean of |log p - log q| over a step's tokens."""
+
+    warn: float | None = Field(default=None, gt=0)
+    """Nats a token beyond which each step is warned of. Null: 1e-4 in float32, 0.05 in bfloat16;
+    docs/checks.md says which measurements these stand on."""
+    stop: float | None = Field(default=None, gt=0)
+    """Nats a token beyond which the run stops before the update; null: it never does."""
+
+    def warning(self, *, exact: bool) -> float:
+        """The limit of ``warn``; by default that of float32, ``exact``, or of bfloat16."""
+        return self.warn or (1e-4 if exact else 0.05)
+
+
+class ChecksConfig(BaseModel, extra="forbid", frozen=True):
+    """What a run checks of its numbers while it goes."""
+
+    zero_kl: Literal["stop", "warn", "off"] = "stop"
+    """What becomes of a run whose actor isn't its reference at the first step. ``off`` is told in
+    journal and report."""
+    mismatch: MismatchConfig = MismatchConfig()
+    """How far trainer and engine may differ."""
+    replicas_every: int = Field(default=10, ge=0)
+    """Steps between comparisons of the weights that all ranks of a trainer hold; 0: never."""
+
+    free_routing_every: int = Field(default=10, ge=0)
+    """Steps between measurements of the KL with free routing, where routes are replayed; 0: never.
+    Each costs two forward passes over the step, so every tenth step a few percent."""
+
+    @field_validator("zero_kl", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value

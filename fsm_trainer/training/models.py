@@ -14,6 +14,7 @@ import torch
 from fsm_trainer.groups.training import install
 from fsm_trainer.machine.errors import CapabilityMissing, ConfigError
 from fsm_trainer.training.config import Dtype
+from fsm_trainer.training.port import Traits
 
 Head = Literal["policy", "value"]
 
@@ -46,9 +47,8 @@ def load(head: Head, directory: Path, dtype: Dtype) -> Any:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = transformers.AutoConfig.from_pretrained(directory)
-    for name, value in config.to_dict().items():
-        if "dropout" in name and isinstance(value, (int, float)):
-            setattr(config, name, 0.0)
+    for name in _dropouts(config):
+        setattr(config, name, 0.0)
     kind: Any = transformers.AutoModelForCausalLM
     if head == "value":
         kind, config.num_labels = transformers.AutoModelForTokenClassification, 1
@@ -69,6 +69,26 @@ def save(model: Any, weights: Mapping[str, torch.Tensor], directory: Path, sourc
     for pattern in _TOKENIZER_FILES:
         for path in source.glob(pattern):
             shutil.copy2(path, directory / path.name)
+
+
+def traits(model: Any) -> Traits:
+    """What the model is, as far as a difference between two passes may come from it."""
+    on = [
+        p for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.training for p in [m.p]
+    ]
+    named = list(_dropouts(model.config).values()) if model.training else []
+    return Traits(
+        next(model.parameters()).dtype,
+        model.config.num_hidden_layers,
+        max([0.0, *on, *named]),
+        "num_experts" in model.config.to_dict(),
+    )
+
+
+def _dropouts(config: Any) -> dict[str, float]:
+    """A config's probabilities of dropout; what has none of its own modules reads them there."""
+    named = config.to_dict().items()
+    return {k: v for k, v in named if "dropout" in k and isinstance(v, (int, float))}
 
 
 @contextmanager

@@ -31,6 +31,19 @@ class Scores(NamedTuple):
     last one read before t, to other experts than those it was sent to; None without routes."""
 
 
+class Traits(NamedTuple):
+    """What explains a difference between two passes over the same weights."""
+
+    dtype: torch.dtype
+    """Of the weights that compute."""
+    layers: int
+    """Blocks between embedding and head."""
+    dropout: float = 0.0
+    """The largest probability of a dropout that is on; 0 is right."""
+    experts: bool = False
+    """Whether tokens are routed to experts."""
+
+
 class ModelPort(Place, Protocol):
     """One rank's model, optimizer and training group.
 
@@ -41,6 +54,11 @@ class ModelPort(Place, Protocol):
 
     device: torch.device
     """Where the tensors of :meth:`all_reduce`, batches and results live."""
+
+    @property
+    def traits(self) -> Traits:
+        """What the model is, as far as a difference between two passes may come from it."""
+        ...
 
     def logprobs(
         self, batch: Batch, temperature: float, *, bank: Bank = "live", with_entropy: bool = False

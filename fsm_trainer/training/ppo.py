@@ -9,7 +9,7 @@ many there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,9 +20,13 @@ from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
 from fsm_trainer.algorithms.kl import kl
 from fsm_trainer.algorithms.losses import PolicyLoss, policy_loss, value_loss
 from fsm_trainer.algorithms.masked import keep, masked_max, masked_mean, whiten
-from fsm_trainer.training.batch import Batch, Minibatch, draw_epochs, parts
+from fsm_trainer.training import selfcheck
+from fsm_trainer.training.batch import Batch, Minibatch, deal, draw_epochs, parts
+from fsm_trainer.training.config import ChecksConfig
 from fsm_trainer.training.port import ModelPort
 from fsm_trainer.training.tally import Tally
+
+_DEFAULT_CHECKS = ChecksConfig()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,11 +78,15 @@ def actor_update(
     advantages: torch.Tensor,
     config: PolicyConfig,
     generator: torch.Generator,
+    checks: ChecksConfig = _DEFAULT_CHECKS,
+    first: bool = False,
 ) -> dict[str, float]:
     """Train the policy on ``advantages``, ``[batch, time]``; both are on the CPU, all rows.
 
-    Gives the same metrics on every rank: ``train/``, ``check/`` and ``rollout/`` ones describe the
-    batch under the policy as it was before the update.
+    ``first`` says that the policy still is its reference. Gives the same metrics on every rank:
+    ``train/``, ``check/`` and ``rollout/`` ones describe the batch under the policy as it was
+    before the update. Raises SelfCheckFailed, on all ranks and with nothing updated, where
+    ``checks`` say so.
     """
     epochs = draw_epochs(config.epochs, config.minibatches, batch.lengths, generator, model)
     mask = batch.loss_mask
@@ -93,10 +101,13 @@ def actor_update(
     if batch.routes is not None:
         read = F.pad(batch.attention_mask[:, 1:].float(), (1, 0))
         measured["check/route_disagreement"] = float(masked_mean(rerouted, read))
+    if first:
+        measured |= selfcheck.zero_kl(model, batch, old, reference, entropy, checks)
+    measured |= selfcheck.mismatch(model, batch, old, entropy, checks.mismatch)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
 
-    tally = Tally()
+    tally, fresh = Tally(), torch.zeros_like(old, device=model.device)
     for number, minibatch in enumerate(minibatch for epoch in epochs for minibatch in epoch):
         tables = (old, reference, advantages)
         for part in parts(batch, minibatch, config.aggregation, model.device, *tables):
@@ -114,20 +125,44 @@ def actor_update(
             model.backward(loss * model.world_size, part.last)
             if number == 0:
                 tally.peak("check/ratio_drift", surrogate.log_ratio.abs().max())
+                _put(fresh, part.rows, scores.logprobs.detach())
             tally.add("actor/loss", loss)
             tally.add("actor/kl_loss", (part.weights * penalty).sum())
             _tally_ratios(tally, part.weights, surrogate)
+        if first and number == 0:
+            fresh = model.all_reduce(fresh).cpu()
+            selfcheck.unit_ratio(model, batch, minibatch.rows, old, fresh, entropy, checks)
         tally.stepped(model.step())
     return measured | tally.reduce(model, "actor")
 
 
+def free_routing(model: ModelPort, batch: Batch, temperature: float) -> dict[str, float]:
+    """The KL of policy and reference when the routers of both choose; ``batch`` is on the CPU.
+
+    With replayed routes both compute what the engine did, and a router that has moved shows in its
+    weights alone. This is what the policy is without them, on the same tokens.
+    """
+    free, whole = replace(batch, routes=None), torch.arange(len(batch))
+    passes = partial(_table, model, free, [deal(whole, batch.lengths, model)])
+    (ours,) = passes(lambda part: model.logprobs(part, temperature)[:1])
+    (theirs,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
+    mask = batch.loss_mask
+    found = masked_mean(kl(keep(ours, mask), keep(theirs, mask), "k3"), mask)
+    return {"check/free_routing_kl": float(found)}
+
+
 def grpo_update(
-    model: ModelPort, batch: Batch, config: GRPOConfig, generator: torch.Generator
+    model: ModelPort,
+    batch: Batch,
+    config: GRPOConfig,
+    generator: torch.Generator,
+    checks: ChecksConfig = _DEFAULT_CHECKS,
+    first: bool = False,
 ) -> dict[str, float]:
     """Train the policy on advantages over each row's group; otherwise as :func:`actor_update`."""
     advantages = group_advantages(batch.rewards, batch.groups, normalize_std=config.normalize_std)
     spread = keep(advantages[:, None].expand_as(batch.loss_mask), batch.loss_mask)
-    return actor_update(model, batch, spread, config, generator)
+    return actor_update(model, batch, spread, config, generator, checks, first)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
@@ -147,14 +182,11 @@ def _measure(
 ) -> dict[str, float]:
     mask = batch.loss_mask
     ours, theirs = keep(logprobs, mask), keep(reference, mask)
-    engine, lengths = (ours - keep(batch.engine_logprobs, mask)).abs(), mask.sum(dim=1)
+    lengths = mask.sum(dim=1)
     figures = {
         "train/reward": batch.rewards.mean(),
         "train/kl": masked_mean(kl(ours, theirs, "k3"), mask),
         "train/kl_k1": masked_mean(kl(ours, theirs, "k1"), mask),
-        "check/reference_gap": (ours - theirs).abs().max(),
-        "check/engine_gap_max": engine.max(),
-        "check/engine_gap_mean": masked_mean(engine, mask),
         "actor/entropy": masked_mean(entropy, mask),
         "actor/advantage_mean": masked_mean(advantages, mask),
         "actor/advantage_max": masked_max(advantages.abs(), mask),
@@ -190,9 +222,14 @@ def _table(
         found = compute(batch.select(rows).trim().to(model.device))
         if not len(table):
             table = torch.zeros(len(found), *batch.loss_mask.shape, device=model.device)
-        # Each row has one rank, and blank ones are left out: the sum over ranks is exact.
-        real = (rows >= 0).to(model.device)
         for layer, values in zip(table, found, strict=True):
             if values is not None:
-                layer[rows.to(model.device)[real], : values.shape[1]] = values[real].float()
+                _put(layer, rows, values)
     return model.all_reduce(table).cpu()
+
+
+def _put(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write a micro-batch's rows into a table of all rows, on the device of both."""
+    # Each row has one rank, and blank ones are left out: the sum over ranks is exact.
+    here = rows.to(table.device)
+    table[here[here >= 0], : values.shape[1]] = values[here >= 0].float()

@@ -37,7 +37,7 @@ from fsm_trainer.training.device import Meter, process_bytes
 from fsm_trainer.training.offload import Bank, trim
 from fsm_trainer.training.packing import Layout
 from fsm_trainer.training.port import Bank as BankName
-from fsm_trainer.training.port import Scores
+from fsm_trainer.training.port import Scores, Traits
 from fsm_trainer.training.reference import Reference
 from fsm_trainer.training.routes import Replay
 from fsm_trainer.training.zero import ZeroEngine, weights_of
@@ -175,6 +175,11 @@ class ModelTrainer:
         trim()
 
     # The model port
+
+    @property
+    def traits(self) -> Traits:
+        """What the model is, as far as a difference between two passes may come from it."""
+        return models.traits(self._module)
 
     def logprobs(
         self,

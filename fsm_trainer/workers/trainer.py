@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,14 @@ from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
 from fsm_trainer.training.batch import collate
-from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
-from fsm_trainer.training.ppo import Advantages, actor_update, critic_update, grpo_update
+from fsm_trainer.training.config import ChecksConfig, ScheduleConfig, TrainerConfig
+from fsm_trainer.training.ppo import (
+    Advantages,
+    actor_update,
+    critic_update,
+    free_routing,
+    grpo_update,
+)
 from fsm_trainer.training.trainer import ModelTrainer
 from fsm_trainer.training.warmup import Pair, warmup_steps
 from fsm_trainer.workers.effects import Effects
@@ -50,7 +57,8 @@ class TrainerHost(Host):
     ) -> None:
         torch.set_num_threads(threads)
         self.pad_token, self.seed = pad_token(load_tokenizer(tokenizer)), seed
-        self.routing = Routing.of(model) if routing_replay else None
+        # Where the tokenizer is, the run's model is: a critic's own is written by the warm-up.
+        self.routing = Routing.of(tokenizer) if routing_replay else None
         self.trainer = ModelTrainer(
             self.head,
             model,
@@ -100,7 +108,8 @@ class CriticHost(TrainerHost):
         self, trajectories: Sequence[Trajectory], config: PPOConfig, step: int
     ) -> tuple[Advantages, dict[str, float]]:
         """Estimate advantages, then train towards the returns."""
-        batch = collate(trajectories, self.pad_token)
+        # Only the actor takes routes, but the critic is the first to be updated: it checks them too.
+        batch = replace(collate(trajectories, self.pad_token, self.routing), routes=None)
         return critic_update(self.trainer, batch, config, self.generator(step))
 
 
@@ -190,14 +199,21 @@ class ActorHost(TrainerHost):
         advantages: Advantages | None,
         config: PolicyConfig,
         step: int,
+        checks: ChecksConfig,
     ) -> tuple[None, dict[str, float]]:
         """One step of PPO or GRPO; the first one freezes the reference."""
-        if not self.trainer.has_reference:
+        # After a resume the reference came with the checkpoint, and the actor has left it.
+        first = not self.trainer.has_reference
+        if first:
             self.trainer.snapshot_reference()
         batch = collate(trajectories, self.pad_token, self.routing)
-        generator = self.generator(step)
+        generator, every = self.generator(step), checks.free_routing_every
+        due = batch.routes is not None and every and (first or (step - 1) % every == 0)
+        free = free_routing(self.trainer, batch, config.temperature) if due else {}
         if isinstance(config, GRPOConfig):
-            return None, grpo_update(self.trainer, batch, config, generator)
+            return None, free | grpo_update(self.trainer, batch, config, generator, checks, first)
         if advantages is None:
             raise ValueError("PPO needs the critic's advantages")
-        return None, actor_update(self.trainer, batch, advantages.advantages, config, generator)
+        gain = advantages.advantages
+        updated = actor_update(self.trainer, batch, gain, config, generator, checks, first)
+        return None, free | updated

@@ -48,7 +48,7 @@ def test_every_sample_was_drawn_from_the_weights_that_train(trained: Trained) ->
     for row in trained.metrics:
         if row.phase_seconds:
             # Both sides compute in float32: see test_log_probs_are_those_of_transformers.
-            gap = (row.__pydantic_extra__ or {})["check/engine_gap_max"]
+            gap = (row.__pydantic_extra__ or {})["check/mismatch_max"]
             assert gap is not None and 0 < gap < 1e-4
 
 

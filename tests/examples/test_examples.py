@@ -92,6 +92,8 @@ def test_an_example_runs_and_does_what_its_plan_says(
     entries = read_journal(folder / "journal.jsonl")
     taken = Counter((e.worker, e.trigger) for e in entries if e.kind is Kind.TRANSITION)
     assert taken == counted(run.system, run.config.steps)
+    trainings = [e.zero_kl for e in entries if (e.role, e.trigger) == ("actor", "train")]
+    assert trainings == ["passed", None]
     assert check_journal([entry.model_dump() for entry in entries], run.spec) is None
 
 

@@ -16,7 +16,8 @@ from fsm_trainer.machine.version import Version
 from fsm_trainer.runtime.config import Run, load_config
 from fsm_trainer.runtime.driver import Driver, Progress
 from fsm_trainer.runtime.metrics import Stage
-from fsm_trainer.runtime.port import Outcome
+from fsm_trainer.runtime.port import Outcome, told_by
+from fsm_trainer.training.config import Verdict
 from fsm_trainer.workers.data import Summary
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -30,6 +31,7 @@ class Workers:
     def __init__(self, run: Run, lost: Sequence[int] = ()) -> None:
         self.system, self.world, self.push = run.system, run.system.initial(), None
         self.reached: list[str] = []
+        self.asked: list[tuple[str, list[Any]]] = []
         self.made = Counter[str]()
         self.lost, self.acts = lost, 0
         """Which acts, counted from 1, end with the worker lost."""
@@ -38,12 +40,13 @@ class Workers:
         self.reached.append(phase.name)
 
     async def act(self, action: str, arguments: Mapping[str, Any]) -> dict[str, Outcome]:
-        ((name, (part, *_)),) = arguments.items()
+        ((name, (part, *more)),) = arguments.items()
         self.acts += 1
+        self.asked.append((action, more))
         if self.acts in self.lost:
             raise WorkerLost(f"{name} is gone")
         self.made[part] += 1
-        return {name: Outcome(part, 10)}
+        return {name: Outcome(part, {} if action == "train" else 10)}
 
 
 class Data:
@@ -132,3 +135,29 @@ def test_no_more_parts_are_asked_for_than_there_are_prompts() -> None:
     asyncio.run(driver(run, workers, data)._phase("rollout"))
 
     assert len(workers.made) == 5
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_rollouts_are_sampled_at_the_temperature_that_the_trainer_computes_at(
+    temperature: float,
+) -> None:
+    run = load_config(QUICKSTART, [f"algorithm.temperature={temperature}"])
+    workers = Workers(run)
+    made = driver(run, workers, Data())
+
+    for phase in ("rollout", "policy"):
+        asyncio.run(made._phase(phase))
+
+    sampled = {more[0] for action, more in workers.asked if action == "generate"}
+    trained = {more[1].temperature for action, more in workers.asked if action == "train"}
+    assert sampled == trained == {temperature}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "told"), [(Verdict.PASSED, "passed"), (Verdict.FAILED, "failed"), (-1, "off")]
+)
+def test_the_journal_tells_what_became_of_the_zero_kl_check(verdict: int, told: str) -> None:
+    first, later = {"check/zero_kl": float(verdict), "train/kl": 0.0}, {"train/kl": 0.1}
+
+    assert told_by(Outcome(None, first)) == {"zero_kl": told}
+    assert told_by(Outcome(None, later)) == {}

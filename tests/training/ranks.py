@@ -63,6 +63,7 @@ def make_batch(seed: int, rows: int = 4, time: int = 9) -> Batch:
         rewards=torch.zeros(rows),
         truncated=torch.zeros(rows),
         groups=("g",) * rows,
+        ids=tuple(f"s{row}" for row in range(rows)),
     )
 
 

@@ -256,11 +256,12 @@ def test_a_dense_model_takes_no_routes() -> None:
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
     """Metrics and weights after two updates, by ranks and case."""
-    found = {}
+    found: dict[tuple[int, str], Any] = {}
     for world in (1, 2):
         folder = tmp_path_factory.mktemp(f"{world}-ranks")
-        run_ranks(world, folder, "tests.training.routed")
+        told, *_ = run_ranks(world, folder, "tests.training.routed")
         found |= {(world, name): torch.load(folder / f"{name}.pt") for name in routed.CASES}
+        found |= {(world, name): what for name, what in told.items()}
     return found
 
 
@@ -293,3 +294,39 @@ def test_the_updates_replay_what_the_routers_would_not_choose(
     first, second = updates[1, "whole"]["metrics"]
     assert first["check/route_disagreement"] > 0.5
     assert first["train/kl"] == 0.0 and second["train/kl"] > 0
+
+
+# -- planted faults, and the check that sees each --------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["a token", "a layer", "another sample"])
+def test_routes_that_belong_elsewhere_set_trainer_and_engine_apart(
+    updates: dict[tuple[int, str], Any], fault: str
+) -> None:
+    said = updates[1, "faults"][fault]
+    assert "trainer and engine differ by" in said["mismatch"]
+    # Actor and reference take the same wrong routes: between them nothing can be seen.
+    assert said["zero_kl"] == said["skipped"] == ""
+
+
+@pytest.mark.parametrize(
+    "fault", ["a reference with one weight changed", "a reference that routes freely"]
+)
+def test_another_reference_is_seen_under_replayed_routes(
+    updates: dict[tuple[int, str], Any], fault: str
+) -> None:
+    said = updates[1, "faults"][fault]
+    assert "the first step's actor is not its reference" in said["zero_kl"]
+    assert said["skipped"] == "", "a check that is off under replay would have let it pass"
+
+
+def test_right_routes_pass_every_check(updates: dict[tuple[int, str], Any]) -> None:
+    assert set(updates[1, "faults"]["none"].values()) == {""}
+
+
+def test_the_kl_with_free_routing_is_that_of_the_models_alone(
+    updates: dict[tuple[int, str], Any],
+) -> None:
+    found, expected = updates[1, "free"]
+    assert found[0] == 0.0 and found[1] > 1e-6
+    assert found == pytest.approx(expected, rel=1e-3)

@@ -16,7 +16,7 @@ from fsm_trainer.algorithms.config import PPOConfig
 from fsm_trainer.groups.lease import registered_groups
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.machine.errors import ConfigError, PeerLost, Refused, SelfCheckFailed
-from fsm_trainer.training.config import OffloadConfig, ScheduleConfig
+from fsm_trainer.training.config import OffloadConfig, ScheduleConfig, Verdict
 from fsm_trainer.training.port import ModelPort
 from fsm_trainer.training.ppo import actor_update
 from fsm_trainer.training.trainer import ModelTrainer
@@ -303,11 +303,17 @@ def test_the_first_ppo_update_meets_its_own_policy_at_ratio_one_and_kl_zero(
     config = PPOConfig(minibatches=2)
     advantages = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(0))
 
-    first = actor_update(trainer, batch, advantages, config, torch.Generator().manual_seed(0))
-    second = actor_update(trainer, batch, advantages, config, torch.Generator().manual_seed(0))
+    first, second = (
+        actor_update(
+            trainer, batch, advantages, config, torch.Generator().manual_seed(0), first=first
+        )
+        for first in (True, False)
+    )
 
     assert first["check/ratio_drift"] == 0.0
-    assert first["train/kl"] == 0.0
+    assert first["train/kl"] == first["check/zero_kl_max"] == 0.0
+    assert first["check/zero_kl"] == Verdict.PASSED
+    assert "check/zero_kl" not in second
     assert second["check/ratio_drift"] == 0.0
     assert second["train/kl"] != 0.0
     assert (trainer.steps, checksum(trainer) != before) == (4, True)

@@ -84,9 +84,10 @@ def update(rank: Rank, models: dict[str, Path], case: dict[str, Any]) -> dict[st
                 advantages, figures = critic_update(trainer, batch, PPO, rng(step))
                 gains.append(advantages.advantages)
             elif role == "actor":
-                figures = actor_update(trainer, batch, gains[step], PPO, rng(step))
+                gain, first = gains[step], step == 0
+                figures = actor_update(trainer, batch, gain, PPO, rng(step), first=first)
             else:
-                figures = grpo_update(trainer, batch, GRPO, rng(step))
+                figures = grpo_update(trainer, batch, GRPO, rng(step), first=step == 0)
             metrics.append(figures)
         # Not in the arena of a gathered parameter, which the next one takes over.
         weights = {name: t.float().clone() for name, t in trainer.named_weights()}
@@ -243,7 +244,6 @@ def plain_actor(
     measured = {
         "train/kl": float((d.exp() - 1 - d).mean()),
         "train/kl_k1": float(-d.mean()),
-        "check/reference_gap": float(d.abs().max()),
         "actor/entropy": float(spread[mask].mean()),
         "actor/advantage_mean": float(gain[mask].mean()),
         "actor/advantage_max": float(gain[mask].abs().max()),

@@ -1,0 +1,266 @@
+"""Numbers that must agree before a policy is updated, and what is told when they don't.
+
+Two log-probabilities of one token under the same weights may differ by what rounding explains, and
+by no more: actor and reference while they are the same weights (:func:`zero_kl`), the first
+minibatch and the policy that it starts from (:func:`unit_ratio`), trainer and rollout engine
+(:func:`mismatch`). Everything here reads tables that are the same on every rank, so all ranks come
+to the same verdict, and none is left in a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import structlog
+import torch
+
+from fsm_trainer.algorithms.kl import kl
+from fsm_trainer.algorithms.masked import keep, masked_mean
+from fsm_trainer.machine.errors import SelfCheckFailed
+from fsm_trainer.training.batch import Batch
+from fsm_trainer.training.config import ChecksConfig, MismatchConfig, Verdict
+from fsm_trainer.training.port import ModelPort, Traits
+
+EXACT = 1e-8
+"""Nats. A float32 log-probability that isn't 0 is at least 6e-8 from the next one for probabilities
+under 0.6, so it says: equal to the bit, or as good as certain."""
+# Of a Gaussian, beyond six deviations lies one in 5e8.
+_DEVIATIONS = 6.0
+# A layer rounds about 16 times between the residual stream and itself: norms, products, softmax.
+_ROUNDINGS = 16
+
+log = structlog.get_logger(__name__)
+
+
+class Limits(NamedTuple):
+    """What rounding explains, in nats; see :class:`Gap`."""
+
+    mean: float
+    max: float
+    k3: float
+
+
+class Gap(NamedTuple):
+    """How far the log-probabilities of two computations are apart, where the mask is 1."""
+
+    mean: float
+    """Mean log-ratio, log of the sampler's probability over the other: k1."""
+    absolute: float
+    """Mean of its absolute value."""
+    max: float
+    """Greatest absolute value."""
+    k3: float
+    """Mean of k3."""
+    row: int
+    """Where the greatest is: row, token, and the two log-probabilities."""
+    token: int
+    sampler: float
+    other: float
+
+    def within(self, limits: Limits) -> bool:
+        """Whether all is explained by rounding; NaN is not."""
+        return abs(self.mean) <= limits.mean and self.max <= limits.max and self.k3 <= limits.k3
+
+
+def measure(sampler: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> Gap:
+    """Compare the log-probabilities of whoever sampled with another's; all ``[batch, time]``."""
+    q, p = keep(sampler, mask).double(), keep(other, mask).double()
+    apart = (q - p).abs()
+    worst = int(apart.nan_to_num(nan=math.inf).argmax())
+    row, token = divmod(worst, mask.shape[1])
+    return Gap(
+        mean=float(masked_mean(q - p, mask)),
+        absolute=float(masked_mean(apart, mask)),
+        max=float(apart.max()),
+        k3=float(masked_mean(kl(q, p, "k3"), mask)),
+        row=row,
+        token=token,
+        sampler=float(sampler[row, token]),
+        other=float(other[row, token]),
+    )
+
+
+def limits(
+    traits: Traits, logprobs: torch.Tensor, mask: torch.Tensor, alike: bool = True
+) -> Limits:
+    """What two passes over the same weights may differ by.
+
+    In batches of the same shapes (``alike``) the same kernels add in the same order: the passes are
+    equal in float32, :data:`EXACT`. Otherwise an error is a sum of roundings of either sign. One
+    moves a number of size M by at most u M, with u half the type's eps, so by 0.6 u M in the root
+    mean square over both signs, and the difference of two passes by less than s = u M. Over k
+    independent ones it is s = u M sqrt(k): k is 16 a layer in unlike shapes, and 1 in like ones,
+    where a bfloat16 kernel that adds in no fixed order can move the last rounding alone. M is the
+    log-probabilities' own size, 1 at least. Then, with n sequences, which are independent of each
+    other while the tokens of one are not:
+
+    - one token: 6 s, with M the largest of all;
+    - the mean: 6 s / sqrt(n), with M the root mean square;
+    - k3, about half the square: s^2 / 2 on average, allowed four times that.
+    """
+    eps = torch.finfo(traits.dtype).eps
+    if alike and eps <= torch.finfo(torch.float32).eps:
+        return Limits(EXACT, EXACT, EXACT)
+    places = logprobs[mask != 0].double()
+    unit = eps / 2 * math.sqrt(1 if alike else _ROUNDINGS * traits.layers)
+    usual = unit * max(1.0, float(places.square().mean().sqrt()))
+    largest = unit * max(1.0, float(places.abs().max()))
+    rows = int((mask != 0).any(dim=1).sum())
+    return Limits(_DEVIATIONS * usual / math.sqrt(rows), _DEVIATIONS * largest, 2 * usual**2)
+
+
+def zero_kl(
+    model: ModelPort,
+    batch: Batch,
+    logprobs: torch.Tensor,
+    reference: torch.Tensor,
+    entropy: torch.Tensor,
+    config: ChecksConfig,
+) -> dict[str, float]:
+    """While actor and reference are the same weights, their KL is 0; tables are ``[batch, time]``.
+
+    Raises SelfCheckFailed if it isn't and ``checks.zero_kl`` is ``stop``.
+    """
+    if config.zero_kl == "off":
+        return {"check/zero_kl": float(Verdict.OFF)}
+    gap = measure(logprobs, reference, batch.loss_mask)
+    allowed = limits(model.traits, logprobs, batch.loss_mask)
+    passed = gap.within(allowed)
+    if not passed:
+        story = f"the first step's actor is not its reference: {_numbers(gap, allowed)}"
+        told = f"{story}; {_worst(batch, gap, 'actor', 'reference')}"
+        why = causes(model.traits, batch.loss_mask, logprobs, reference, entropy)
+        _tell(model, told, why, config.zero_kl == "stop", "checks.zero_kl: warn")
+    return {
+        "check/zero_kl": float(Verdict.PASSED if passed else Verdict.FAILED),
+        "check/zero_kl_mean": gap.mean,
+        "check/zero_kl_max": gap.max,
+        "check/zero_kl_k3": gap.k3,
+    }
+
+
+def unit_ratio(
+    model: ModelPort,
+    batch: Batch,
+    rows: torch.Tensor,
+    old: torch.Tensor,
+    fresh: torch.Tensor,
+    entropy: torch.Tensor,
+    config: ChecksConfig,
+) -> None:
+    """Before its first step the policy is the one that the ratios start from.
+
+    ``rows`` are those of the first minibatch, ``old`` and ``fresh`` the log-probabilities without
+    and with gradients, ``[batch, time]``. A ratio of 1 is a KL of 0 and a clip fraction of 0.
+
+    Raises SelfCheckFailed if it isn't and ``checks.zero_kl`` is ``stop``.
+    """
+    if config.zero_kl == "off":
+        return
+    mask = torch.zeros_like(batch.loss_mask)
+    mask[rows] = batch.loss_mask[rows]
+    gap, allowed = measure(old, fresh, mask), limits(model.traits, old, mask)
+    if not gap.within(allowed):
+        story = f"the first minibatch's ratio is not 1: {_numbers(gap, allowed)}"
+        told = f"{story}; {_worst(batch, gap, 'before', 'with gradients')}"
+        why = causes(model.traits, mask, old, fresh, entropy)
+        _tell(model, told, why, config.zero_kl == "stop", "checks.zero_kl: warn")
+
+
+def mismatch(
+    model: ModelPort,
+    batch: Batch,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    config: MismatchConfig,
+) -> dict[str, float]:
+    """Trainer against engine, nats a token: how far the step's trajectories are from on-policy.
+
+    Also for each third of the generated tokens of a trajectory. Raises SelfCheckFailed beyond
+    ``checks.mismatch.stop``.
+    """
+    mask, engine = batch.loss_mask, batch.engine_logprobs
+    gap = measure(engine, logprobs, mask)
+    warns = config.warning(exact=model.traits.dtype == torch.float32)
+    stops = config.stop is not None and not gap.absolute <= config.stop
+    if stops or not gap.absolute <= warns:
+        limit = config.stop if stops else warns
+        story = (
+            f"trainer and engine differ by {gap.absolute:.3g} nats a token, {limit:g} is allowed"
+        )
+        told = f"{story}; {_worst(batch, gap, 'engine', 'trainer')}"
+        why = causes(model.traits, mask, logprobs, engine, entropy)
+        _tell(model, told, why, stops, "a larger checks.mismatch.stop")
+    place = (mask.cumsum(dim=1) - 1) * 3 // mask.sum(dim=1, keepdim=True).clamp(min=1)
+    apart = (engine - logprobs).abs()
+    thirds = {
+        f"check/mismatch_{name}": float(masked_mean(apart, keep(mask, place == third)))
+        for third, name in enumerate(("first", "middle", "last"))
+    }
+    return thirds | {
+        "check/mismatch_mean": gap.absolute,
+        "check/mismatch_max": gap.max,
+        "check/mismatch_k3": gap.k3,
+    }
+
+
+def causes(
+    traits: Traits,
+    mask: torch.Tensor,
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    entropy: torch.Tensor,
+) -> list[str]:
+    """What may have set two passes apart, those that the numbers speak for first.
+
+    A temperature scales the logits, so to first order it moves a log-probability by the
+    same multiple of ``log p + entropy``: its derivative by the log of 1 / temperature.
+    """
+    places = mask != 0
+    p, q, spread = (table[places].double() for table in (ours, theirs, entropy))
+    apart = float((q - p).abs().max())
+    half = traits._replace(dtype=torch.bfloat16)
+    by_shape, by_half = (limits(t, ours, mask, alike=False).max for t in (traits, half))
+    torn = not math.isfinite(apart) or _correlation(p, q) < 0.5
+    scaled = not torn and abs(_correlation(q - p, p + spread)) > 0.9
+    known = {
+        "other tokens or masks in the two passes, such as another chat template": False,
+        "another temperature": scaled,
+        f"dropout (the largest that is on: {traits.dropout:g})": traits.dropout > 0,
+        f"another precision than {traits.dtype}".replace("torch.", ""): by_shape < apart <= by_half,
+        "other batch shapes, so another order of additions": apart <= by_shape,
+        "torn weights": torn,
+        **({"other routes to the experts": False} if traits.experts else {}),
+    }
+    return sorted(known, key=lambda cause: not known[cause])
+
+
+def _correlation(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Pearson's; 0 where one of them doesn't vary, or isn't finite."""
+    x, y = x - x.mean(), y - y.mean()
+    scale = float(x.norm() * y.norm())
+    return float(x @ y) / scale if math.isfinite(scale) and scale > 0 else 0.0
+
+
+def _numbers(gap: Gap, allowed: Limits) -> str:
+    return (
+        f"log-ratio {gap.max:.3g} at most ({allowed.max:.3g} is allowed), {gap.mean:.3g} in the "
+        f"mean ({allowed.mean:.3g}), k3 {gap.k3:.3g} ({allowed.k3:.3g})"
+    )
+
+
+def _worst(batch: Batch, gap: Gap, sampler: str, other: str) -> str:
+    return (
+        f"worst at token {gap.token} of sample {batch.ids[gap.row]!r}: log-probability "
+        f"{gap.sampler:.6g} ({sampler}), {gap.other:.6g} ({other})"
+    )
+
+
+def _tell(model: ModelPort, told: str, why: list[str], stops: bool, further: str) -> None:
+    """Stop, on all ranks, or warn, on the first."""
+    if stops:
+        likely = f"Likely causes, the likeliest first: {'; '.join(why)}"
+        raise SelfCheckFailed(f"{told}. {likely}. Nothing was updated. {further} would go on")
+    if model.rank == 0:
+        log.warning("a self check failed", problem=told, causes=why)

@@ -60,9 +60,8 @@ class TinyModelConfig(BaseModel, extra="forbid", frozen=True):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if 0 < self.experts < self.experts_per_token:
-            raise ValueError(
-                f"experts={self.experts} must be experts_per_token={self.experts_per_token} at least"
-            )
+            most = self.experts_per_token
+            raise ValueError(f"experts={self.experts} must be experts_per_token={most} at least")
         return self
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -70,7 +70,7 @@ class Request:
                 raise DataError(f"request {self.id}: {problem}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What was generated for a request, the stop token included.
 
@@ -85,7 +85,7 @@ class Completion:
     logprobs: tuple[float, ...]
     finish: Finish
     version: Version
-    routes: npt.NDArray[np.int32] | None = None
+    routes: npt.NDArray[np.int32] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

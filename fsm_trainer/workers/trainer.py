@@ -108,7 +108,7 @@ class CriticHost(TrainerHost):
         self, trajectories: Sequence[Trajectory], config: PPOConfig, step: int
     ) -> tuple[Advantages, dict[str, float]]:
         """Estimate advantages, then train towards the returns."""
-        # Only the actor takes routes, but the critic is the first to be updated: it checks them too.
+        # Only the actor takes routes; but the critic is updated first, so it checks them too.
         batch = replace(collate(trajectories, self.pad_token, self.routing), routes=None)
         return critic_update(self.trainer, batch, config, self.generator(step))
 

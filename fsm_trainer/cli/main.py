@@ -8,6 +8,7 @@ import typer
 
 from fsm_trainer.cli.proofs import check
 from fsm_trainer.cli.questions import explain, trace
+from fsm_trainer.cli.replaying import replay_step
 from fsm_trainer.cli.runs import doctor, report, run
 from fsm_trainer.cli.simulation import simulate
 from fsm_trainer.cli.tables import export, graph, plan, validate
@@ -21,7 +22,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    run, validate, plan, check, simulate, graph, export, explain, trace, monitor, report, doctor,
+    run, validate, plan, check, simulate, graph, export, explain, trace, monitor, report,
+    replay_step, doctor,
 ):  # fmt: skip
     app.command()(command)
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from fsm_trainer.cli import charts
 from fsm_trainer.cli.charts import WIDTH, Lane, Series, Span, line_chart
+from fsm_trainer.cli.verdicts import verdicts
 from fsm_trainer.machine.errors import DataError
 from fsm_trainer.machine.names import Role, State
 from fsm_trainer.runtime.journal import Entry, Kind, read_journal
@@ -45,6 +46,8 @@ class Summary(BaseModel, frozen=True):
     """Records of faults."""
     failed: int
     """Transitions and actions that failed or were undone."""
+    checks: dict[str, str]
+    """What became of each check of the numbers; see docs/checks.md."""
     notices: list[str]
     """What is missing."""
 
@@ -106,6 +109,7 @@ class Run:
             counts=_counts(self.entries),
             faults=sum(entry.kind is Kind.FAULT for entry in self.entries),
             failed=sum(not e.ok and e.kind is not Kind.FAULT for e in self.entries),
+            checks=verdicts(self.rows, self.entries),
             notices=list(self.notices),
         )
 

@@ -38,6 +38,9 @@ def run(
     train_only: Annotated[
         Path | None, shell.option("--train-only", "DUMP", "Train on a --rollout-only run's files.")
     ] = None,
+    dump_step: Annotated[
+        int | None, shell.option("--dump-step", "N", "Write that step's updates for replay-step.")
+    ] = None,
     states: shell.States = None,
 ) -> None:
     """Train; Ctrl-C ends a run cleanly.
@@ -58,6 +61,8 @@ def run(
     loaded = load_config(config, overrides or (), states)
     if rollout_only or train_only is not None:
         loaded = _limited(loaded, rollout_only, train_only)
+    if dump_step is not None:
+        loaded = _dumping(loaded, dump_step)
     _writable(target)
     from fsm_trainer.runtime.launch import launch
 
@@ -80,6 +85,19 @@ def _limited(loaded: Run, rollout_only: bool, dump: Path | None) -> Run:
             remedy = f"Give the --out of a --rollout-only run, or --set steps={step - 1}"
             raise ConfigError(f"--train-only {dump}: {path} is missing. {remedy}")
     return replace(loaded, only=Only.TRAIN, dump=dump.resolve())
+
+
+def _dumping(loaded: Run, step: int) -> Run:
+    from fsm_trainer.runtime.config import Only
+
+    given, config = f"--dump-step {step}", loaded.config
+    if not 1 <= step <= config.steps or loaded.only is Only.ROLLOUT:
+        raise ConfigError(f"{given}: no such step is trained. Give one of 1 to {config.steps}")
+    sharded = [role for role in (config.actor, loaded.critic) if role and role.zero_stage == 3]
+    if sharded and config.actor.ranks > 1:
+        remedy = "Write zero_stage: 2, or train on one rank"
+        raise ConfigError(f"{given}: one rank can't take up what several hold at ZeRO 3. {remedy}")
+    return replace(loaded, dump_step=step)
 
 
 def _writable(target: Path) -> None:

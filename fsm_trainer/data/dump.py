@@ -21,6 +21,11 @@ def dump_path(folder: Path, step: int) -> Path:
     return folder / "trajectories" / f"step-{step:06d}.jsonl"
 
 
+def step_dump(folder: Path, step: int) -> Path:
+    """The folder of a step's updates, under a run's."""
+    return folder / "dump" / f"step-{step:06d}"
+
+
 def write_dump(path: Path, trajectories: Sequence[Trajectory]) -> None:
     """Write one JSON object a line; floats keep all their bits, routes are bytes in base64."""
     path.parent.mkdir(parents=True, exist_ok=True)

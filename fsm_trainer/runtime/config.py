@@ -185,6 +185,8 @@ class Run:
     """Generate and score only, into files; or train only, from such files."""
     dump: Path | None = None
     """The folder of the run that wrote the files."""
+    dump_step: int | None = None
+    """The step whose updates are written into a folder, to be computed again."""
 
     @property
     def engines(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from fsm_trainer.algorithms.config import PPOConfig
-from fsm_trainer.data.dump import dump_path
+from fsm_trainer.data.dump import dump_path, step_dump
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.machine.errors import (
     ActionFailed,
@@ -270,8 +270,10 @@ class Driver:
         log.info("warmed up", **results["actor"].value)
 
     async def _values(self) -> None:
-        arguments = (self.progress.batch, self.config.algorithm, self.progress.step)
-        results = await self.reconciler.act("values", {"critic": arguments})
+        progress, config = self.progress, self.config
+        arguments = (progress.batch, config.algorithm, progress.step, config.checks)
+        told = (*arguments, self._step_dump("critic"))
+        results = await self.reconciler.act("values", {"critic": told})
         self.progress.advantages = results["critic"].payload
         self.progress.numbers |= results["critic"].value
         await self._save("critic")
@@ -279,9 +281,15 @@ class Driver:
     async def _train(self) -> None:
         progress, config = self.progress, self.config
         arguments = (progress.batch, progress.advantages, config.algorithm, progress.step)
-        results = await self.reconciler.act("train", {"actor": (*arguments, config.checks)})
+        told = (*arguments, config.checks, self._step_dump("actor"))
+        results = await self.reconciler.act("train", {"actor": told})
         self.progress.numbers |= results["actor"].value
         await self._save("actor")
+
+    def _step_dump(self, role: str) -> Path | None:
+        """Where a role dumps this step's update, if it is to."""
+        step = self.progress.step
+        return step_dump(self.folder, step) / role if step == self.run.dump_step else None
 
     async def push(self) -> None:
         """Push the actor's weights to all rollout workers; the first is verified bit by bit."""

@@ -6,10 +6,12 @@ and is bit-equal. No random state is kept: every stream of a step is derived fro
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TypedDict
 
 import torch
+from safetensors.torch import load_file
 
 from fsm_trainer.machine.errors import ConfigError
 
@@ -31,26 +33,56 @@ class Shard(TypedDict):
 
 def write(directory: Path, rank: int, shard: Shard) -> None:
     """Write one rank's shard into the folder that becomes the checkpoint."""
-    path = _path(directory, rank)
-    path.parent.mkdir(exist_ok=True)
-    torch.save(shard, path)
+    file = path(directory, rank)
+    file.parent.mkdir(exist_ok=True)
+    torch.save(shard, file)
 
 
 def read(directory: Path, rank: int, zero_stage: int, world_size: int) -> Shard:
     """One rank's shard; raises ConfigError when it's missing or of another arrangement."""
-    path = _path(directory, rank)
-    if not path.is_file():
-        raise ConfigError(f"{directory} is no checkpoint of rank {rank}: {path} doesn't exist")
-    shard: Shard = torch.load(path, map_location="cpu", weights_only=True)
+    file = path(directory, rank)
+    if not file.is_file():
+        raise ConfigError(f"{directory} is no checkpoint of rank {rank}: {file} doesn't exist")
+    shard: Shard = torch.load(file, map_location="cpu", weights_only=True)
     wanted = {"format": FORMAT, "zero_stage": zero_stage, "world_size": world_size}
     for name, value in wanted.items():
         if shard.get(name) != value:
             raise ConfigError(
-                f"{path} was written with {name} {shard.get(name)}, this run has {value}. "
+                f"{file} was written with {name} {shard.get(name)}, this run has {value}. "
                 "Resume with the configuration of the run that wrote it"
             )
     return shard
 
 
-def _path(directory: Path, rank: int) -> Path:
+def joined(directory: Path, stage: int, ranks: int, target: Path) -> Path:
+    """Write a checkpoint of one rank that stands where ``ranks`` stood; up to ZeRO 2.
+
+    At stages 1 and 2 DeepSpeed flattens all weights, pads them to a multiple of twice the ranks,
+    and gives each rank a run of masters and moments: in a row they are those of one rank, but for
+    the padding. At stage 0 each rank has all.
+    """
+    shards = [read(directory, rank, stage, ranks) for rank in range(ranks)]
+    first = shards[0]
+    if stage:
+        weights = list(load_file(directory / "model.safetensors").values())
+        count = sum(weight.numel() for weight in weights)
+        count += count % 2
+        size = count * weights[0].itemsize
+        first["reference"] = [storage[:size] for storage in first["reference"]]
+        groups = zip(*(shard["optimizer"] for shard in shards), strict=True)
+        first["optimizer"] = [
+            {
+                name: torch.cat([part[name] for part in parts])[:count] if whole.dim() else whole
+                for name, whole in parts[0].items()
+            }
+            for parts in groups
+        ]
+    shutil.copytree(directory, target, ignore=shutil.ignore_patterns("trainer"))
+    first["world_size"] = 1
+    write(target, 0, first)
+    return target
+
+
+def path(directory: Path, rank: int) -> Path:
+    """The file of a rank's shard."""
     return directory / "trainer" / f"rank-{rank}.pt"

@@ -165,6 +165,23 @@ def grpo_update(
     return actor_update(model, batch, spread, config, generator, checks, first)
 
 
+def policy_update(
+    model: ModelPort,
+    batch: Batch,
+    advantages: torch.Tensor | None,
+    config: PolicyConfig,
+    generator: torch.Generator,
+    checks: ChecksConfig = _DEFAULT_CHECKS,
+    first: bool = False,
+) -> dict[str, float]:
+    """Train the policy by its algorithm; ``advantages`` are the critic's, where there is one."""
+    if isinstance(config, GRPOConfig):
+        return grpo_update(model, batch, config, generator, checks, first)
+    if advantages is None:
+        raise ValueError("PPO needs the critic's advantages")
+    return actor_update(model, batch, advantages, config, generator, checks, first)
+
+
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
     """Return ``1 - Var(returns - values) / Var(returns)``; 0 where the returns don't vary."""
     unexplained, total = (

@@ -10,6 +10,7 @@ to the same verdict, and none is left in a collective.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import structlog
@@ -20,6 +21,7 @@ from fsm_trainer.algorithms.masked import keep, masked_mean
 from fsm_trainer.machine.errors import SelfCheckFailed
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import ChecksConfig, MismatchConfig, Verdict
+from fsm_trainer.training.offload import fingerprint
 from fsm_trainer.training.port import ModelPort, Traits
 
 EXACT = 1e-8
@@ -108,6 +110,16 @@ def limits(
     largest = unit * max(1.0, float(places.abs().max()))
     rows = int((mask != 0).any(dim=1).sum())
     return Limits(_DEVIATIONS * usual / math.sqrt(rows), _DEVIATIONS * largest, 2 * usual**2)
+
+
+def spread(traits: Traits, value: float, steps: int) -> float:
+    """What a figure of an update may differ by when it is computed again on another device.
+
+    As in :func:`limits`, in unlike shapes, of a number of that value (1 at least), whose roundings
+    go on through ``steps`` optimizer steps.
+    """
+    unit = torch.finfo(traits.dtype).eps / 2 * math.sqrt(_ROUNDINGS * traits.layers * steps)
+    return _DEVIATIONS * unit * max(1.0, abs(value))
 
 
 def zero_kl(
@@ -203,6 +215,28 @@ def mismatch(
         "check/mismatch_max": gap.max,
         "check/mismatch_k3": gap.k3,
     }
+
+
+def replicas(model: ModelPort, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Compare what every rank holds a copy of, by its bytes; gives the number of tensors.
+
+    Raises SelfCheckFailed, on all ranks, with the first tensor that differs and who agrees on it.
+    """
+    prints = {name: int(fingerprint([weight]), 16) - 2**63 for name, weight in weights}
+    table = torch.zeros(model.world_size, len(prints), dtype=torch.int64, device=model.device)
+    table[model.rank] = torch.tensor(list(prints.values()), device=model.device)
+    table = model.all_reduce(table).cpu()
+    differ = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+    if differ:
+        found = table[:, differ[0]].tolist()
+        sides = sorted([r for r, one in enumerate(found) if one == this] for this in {*found})
+        raise SelfCheckFailed(
+            f"{list(prints)[differ[0]]} differs between ranks: {' against '.join(map(str, sides))} "
+            f"({len(differ)} of {len(prints)} tensors differ). All must hold the same bytes. "
+            "Likely causes: a weight that is written outside the optimizer, a gradient that isn't "
+            "reduced, faulty memory. Go on from the last checkpoint"
+        )
+    return len(prints)
 
 
 def causes(

@@ -30,7 +30,7 @@ from fsm_trainer.groups.backend import can_suspend
 from fsm_trainer.groups.rendezvous import Address
 from fsm_trainer.groups.training import TrainingGroups
 from fsm_trainer.machine.errors import CapabilityMissing, Refused, SelfCheckFailed
-from fsm_trainer.training import checkpoint, models, packing
+from fsm_trainer.training import checkpoint, models, packing, selfcheck
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import GroupPolicy, ScheduleConfig, TrainerConfig
 from fsm_trainer.training.device import Meter, process_bytes
@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 
 Resource = Literal["bank", "weights", "optimizer", "train_groups"]
 # Each needs those before it.
-_ORDER: tuple[Resource, ...] = get_args(Resource)
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 
 class ModelTrainer:
@@ -99,7 +99,7 @@ class ModelTrainer:
         """Take a resource; ``epoch`` names the meeting of the ranks for ``train_groups``."""
         if resource in self.held:
             self._refuse(f"acquire {resource}", f"{resource} is held", needs="release it first")
-        self._need(f"acquire {resource}", *_ORDER[: _ORDER.index(resource)])
+        self._need(f"acquire {resource}", *RESOURCES[: RESOURCES.index(resource)])
         if resource == "bank":
             models.check_folder(self._checkpoint or self._source)
         elif resource == "weights":
@@ -283,6 +283,15 @@ class ModelTrainer:
         """
         with self._using("named_weights") as engine:
             yield from engine.named_weights()
+
+    def check_replicas(self) -> int:
+        """Compare the weights that all ranks hold; gives how many tensors those are, all together.
+
+        At ZeRO 3 there are none: each rank has a part of its own. Raises SelfCheckFailed.
+        """
+        if self.world_size == 1 or self._config.zero_stage == 3:
+            return 0
+        return selfcheck.replicas(self, self.named_weights())
 
     # Checkpoints
 

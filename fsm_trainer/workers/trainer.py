@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig, WarmupConfig
+from fsm_trainer.algorithms.config import PolicyConfig, PPOConfig, WarmupConfig
 from fsm_trainer.data.durable import Seal, seal
 from fsm_trainer.data.models import load_tokenizer, pad_token
 from fsm_trainer.data.routing import Routing
@@ -25,13 +25,8 @@ from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
 from fsm_trainer.training.batch import collate
 from fsm_trainer.training.config import ChecksConfig, ScheduleConfig, TrainerConfig
-from fsm_trainer.training.ppo import (
-    Advantages,
-    actor_update,
-    critic_update,
-    free_routing,
-    grpo_update,
-)
+from fsm_trainer.training.ppo import Advantages, critic_update, free_routing, policy_update
+from fsm_trainer.training.stepdump import Told, dumping
 from fsm_trainer.training.trainer import ModelTrainer
 from fsm_trainer.training.warmup import Pair, warmup_steps
 from fsm_trainer.workers.effects import Effects
@@ -59,6 +54,7 @@ class TrainerHost(Host):
         self.pad_token, self.seed = pad_token(load_tokenizer(tokenizer)), seed
         # Where the tokenizer is, the run's model is: a critic's own is written by the warm-up.
         self.routing = Routing.of(tokenizer) if routing_replay else None
+        self.config, self.total_steps, self.threads = config, total_steps, threads
         self.trainer = ModelTrainer(
             self.head,
             model,
@@ -90,6 +86,28 @@ class TrainerHost(Host):
         """The step's random stream, the same on every rank and after a resume."""
         return torch.Generator().manual_seed(derive(self.seed, self.place.name, step))
 
+    def told(self, step: int, algorithm: PolicyConfig, checks: ChecksConfig, first: bool) -> Told:
+        """What a dump of this role's update says."""
+        own = self.config.model_dump(include=set(TrainerConfig.model_fields))
+        return Told(
+            step=step,
+            role="critic" if self.head == "value" else "actor",
+            ranks=self.place.ranks,
+            threads=self.threads,
+            seed=derive(self.seed, self.place.name, step),
+            total_steps=self.total_steps,
+            first=first,
+            trainer=TrainerConfig(**own),
+            algorithm=algorithm.model_dump(mode="json"),
+            checks=checks,
+        )
+
+    def replicas(self, step: int, checks: ChecksConfig) -> dict[str, float]:
+        """Whether all ranks hold the same weights, at the steps that are due."""
+        if not checks.replicas_every or step % checks.replicas_every:
+            return {}
+        return {f"check/replicas_{self.place.name}": float(self.trainer.check_replicas())}
+
     def do_save(self, directory: Path) -> tuple[None, dict[str, Seal]]:
         """Write a checkpoint of this role; rank 0 gives the seals of all ranks' files."""
         self.trainer.save(directory)
@@ -105,12 +123,21 @@ class CriticHost(TrainerHost):
         """A critic on the actor's devices has no link."""
 
     def do_values(
-        self, trajectories: Sequence[Trajectory], config: PPOConfig, step: int
+        self,
+        trajectories: Sequence[Trajectory],
+        config: PPOConfig,
+        step: int,
+        checks: ChecksConfig,
+        dump: Path | None = None,
     ) -> tuple[Advantages, dict[str, float]]:
         """Estimate advantages, then train towards the returns."""
         # Only the actor takes routes; but the critic is updated first, so it checks them too.
         batch = replace(collate(trajectories, self.pad_token, self.routing), routes=None)
-        return critic_update(self.trainer, batch, config, self.generator(step))
+        told = self.told(step, config, checks, first=False)
+        with dumping(dump, self.trainer, told, batch, None):
+            advantages, metrics = critic_update(self.trainer, batch, config, self.generator(step))
+            told.metrics = metrics
+        return advantages, metrics | self.replicas(step, checks)
 
 
 class ActorHost(TrainerHost):
@@ -200,20 +227,24 @@ class ActorHost(TrainerHost):
         config: PolicyConfig,
         step: int,
         checks: ChecksConfig,
+        dump: Path | None = None,
     ) -> tuple[None, dict[str, float]]:
         """One step of PPO or GRPO; the first one freezes the reference."""
         # After a resume the reference came with the checkpoint, and the actor has left it.
         first = not self.trainer.has_reference
         if first:
             self.trainer.snapshot_reference()
-        batch = collate(trajectories, self.pad_token, self.routing)
-        generator, every = self.generator(step), checks.free_routing_every
+        batch, every = (
+            collate(trajectories, self.pad_token, self.routing),
+            checks.free_routing_every,
+        )
         due = batch.routes is not None and every and (first or (step - 1) % every == 0)
         free = free_routing(self.trainer, batch, config.temperature) if due else {}
-        if isinstance(config, GRPOConfig):
-            return None, free | grpo_update(self.trainer, batch, config, generator, checks, first)
-        if advantages is None:
-            raise ValueError("PPO needs the critic's advantages")
-        gain = advantages.advantages
-        updated = actor_update(self.trainer, batch, gain, config, generator, checks, first)
-        return None, free | updated
+        gain = advantages.advantages if advantages is not None else None
+        told = self.told(step, config, checks, first)
+        with dumping(dump, self.trainer, told, batch, gain):
+            metrics = policy_update(
+                self.trainer, batch, gain, config, self.generator(step), checks, first
+            )
+            told.metrics = metrics
+        return None, metrics | free | self.replicas(step, checks)

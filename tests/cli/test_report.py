@@ -256,3 +256,51 @@ def test_the_mermaid_text_lists_the_edges_in_order() -> None:
 def test_every_colour_that_is_used_is_defined(run: Path) -> None:
     text = write_report(run, run / "report.html").read_text()
     assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= set(re.findall(r"(--[\w-]+):", text))
+
+
+def checked(folder: Path, verdict: str | None, error: str | None = None, **numbers: float) -> str:
+    """What the page of a run says of its checks: two steps, and the records of their training."""
+    train = move("actor", "train", "awake", "awake", kind=Kind.ACTION)
+    with Journal(folder / "journal.jsonl") as journal:
+        journal.record(**train, ok=error is None, error=error, zero_kl=verdict)
+        journal.record(**train)
+    with MetricsWriter(folder / "metrics.jsonl") as metrics:
+        for step, part in ((1, 1.0), (2, 0.5)):
+            told = {k: v * part for k, v in numbers.items() if step == 1 or "zero" not in k}
+            metrics.write(step, told, phase_seconds={"policy": 1.0})
+    return " ".join(Page(write_report(folder, folder / "report.html").read_text()).text)
+
+
+def test_the_page_tells_the_verdicts_with_their_numbers(tmp_path: Path) -> None:
+    zero = {"check/zero_kl": 1.0, "check/zero_kl_mean": 0.0, "check/zero_kl_k3": 3e-17}
+    zero |= {"check/zero_kl_max": 2e-9}
+    engine = {"check/mismatch_mean": 3e-7, "check/mismatch_max": 2e-6}
+    ranks = {"check/replicas_actor": 25.0, "check/replicas_critic": 0.0}
+
+    text = checked(tmp_path, "passed", **zero, **engine, **ranks)
+
+    for told in (
+        "passed in step 1: log-ratio 2e-09 at most, 0 in the mean, k3 3e-17",
+        "3e-07 nats a token at most (step 1), 2e-06 for a single one, in 2 steps",
+        "25 tensors equal on all ranks, looked at in 2 steps",
+        "no rank holds a copy of another's weights",
+    ):
+        assert told in text
+    assert set(load_run(tmp_path).summary().checks) == {
+        "zero KL at the first step", "trainer against engine",
+        "replicas of the actor", "replicas of the critic",
+    }  # fmt: skip
+
+
+def test_a_check_that_is_off_or_stopped_the_run_says_so(tmp_path: Path) -> None:
+    for name in ("off", "stopped"):
+        (tmp_path / name).mkdir()
+
+    assert "off (checks.zero_kl)" in checked(tmp_path / "off", "off")
+    stopped = checked(tmp_path / "stopped", None, error="SelfCheckFailed: the first step's actor")
+    assert "stopped the run: SelfCheckFailed: the first step's actor" in stopped
+
+
+def test_a_run_that_checked_nothing_tells_of_no_check(run: Path) -> None:
+    assert "Checks of the numbers" not in write_report(run, run / "report.html").read_text()
+    assert load_run(run).summary().checks == {}

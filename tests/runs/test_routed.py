@@ -42,7 +42,11 @@ def test_its_checks_pass_under_the_same_routes(trained: Trained) -> None:
 @pytest.mark.nightly
 def test_routes_that_a_hook_lost_stop_the_run_before_any_update(tmp_path: Path) -> None:
     lost = "rollout.generate=tests.runs.unrouted:generate"
-    sets = [part for text in (*SMALL, *MOE, lost, "steps=1", "warmup.steps=0") for part in ("--set", text)]
+    sets = [
+        part
+        for text in (*SMALL, *MOE, lost, "steps=1", "warmup.steps=0")
+        for part in ("--set", text)
+    ]
     with running(tmp_path / "run", *sets, config=QUICKSTART) as run:
         ended = run.wait()
     assert ended.exit != 0

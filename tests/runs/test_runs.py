@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,17 @@ from fsm_trainer.machine.spec import load
 from fsm_trainer.runtime.journal import Entry, Kind
 from fsm_trainer.verify.conformance import check_journal
 from tests.runs import dying
-from tests.runs.training import SMALL, Trained, leftovers, resume, running, trace, train
+from tests.runs.training import (
+    SMALL,
+    Trained,
+    command,
+    environment,
+    leftovers,
+    resume,
+    running,
+    trace,
+    train,
+)
 
 SCHEDULE = "disaggregated_critic"  # the examples' tests run the other ones
 SETS = [part for text in SMALL for part in ("--set", text)]
@@ -26,7 +37,8 @@ SETS = [part for text in SMALL for part in ("--set", text)]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A run of three steps that ended well."""
-    return train(tmp_path_factory.mktemp("trained") / "run", "steps=3", "checkpoint.every=2")
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return train(folder, "steps=3", "checkpoint.every=2", more=["--dump-step", "2"])
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +219,16 @@ def test_generated_trajectories_can_be_trained_on_later(tmp_path: Path) -> None:
     done = Counter(e.trigger for e in trained.journal if e.kind is Kind.ACTION)
     assert done == {"values": 1, "train": 1, "save": 2}
     assert {e.role for e in trained.journal} == {Role.ACTOR, Role.CRITIC}
+
+
+def test_a_dumped_step_of_a_run_is_computed_again_to_the_bit(trained: Trained) -> None:
+    done = subprocess.run(
+        command("replay-step", str(trained.folder / "dump" / "step-000002"), "--json"),
+        capture_output=True, text=True, env=environment(), timeout=240, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] and set(found["roles"]) == {"actor", "critic"}
+    for role in found["roles"].values():
+        assert role["exact"] == role["figures"] > 5

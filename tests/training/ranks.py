@@ -20,7 +20,7 @@ import torch
 from fsm_trainer.groups.lease import registered_groups
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.groups.training import install
-from fsm_trainer.machine.errors import LeaseExpired, PeerLost
+from fsm_trainer.machine.errors import LeaseExpired, PeerLost, SelfCheckFailed
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import TrainerConfig
@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 64
 ON_DEVICE = ("weights", "optimizer", "train_groups")
 STEPS, CYCLES = 3, 3
+DRIFTS = "model.layers.1.mlp.up_proj.weight"
 
 
 def make_model(folder: Path, hidden: int = 32, vocabulary: int = VOCABULARY,
@@ -152,8 +153,23 @@ def sleeping_changes_nothing(rank: Rank, stage: int, dtype: str = "float32") -> 
     rank.start(trainer)
     train(trainer, STEPS - 1)
     result["resumed"] = checksum(trainer)
+    result["drift"] = drift(rank, trainer)
     rank.stop(trainer)
     return result
+
+
+def drift(rank: Rank, trainer: ModelTrainer) -> list[Any]:
+    """What a comparison of the ranks finds, before and after a bit of the last one has changed."""
+    found: list[Any] = [trainer.check_replicas()]
+    if rank.rank == rank.world - 1:
+        with torch.no_grad():
+            weight = trainer._module.get_parameter(DRIFTS).data.view(-1)
+            weight[:1] = weight[:1].nextafter(torch.tensor(9.0))
+    try:
+        found.append(trainer.check_replicas())
+    except SelfCheckFailed as error:
+        found.append(str(error))
+    return found
 
 
 def all_stages(rank: Rank) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsm_trainer.training import models
-from tests.training.ranks import CYCLES, STEPS, make_batch, make_model, run_ranks
+from tests.training.ranks import CYCLES, DRIFTS, STEPS, make_batch, make_model, run_ranks
 
 STAGES = ("0", "1", "2", "3")
 WORLDS = (2, 4)
@@ -66,6 +66,21 @@ def test_a_sleeping_rank_has_no_group_registered(
 ) -> None:
     for result in run(world):
         assert result[stage]["asleep"] == [[False, 0]] * STEPS * CYCLES
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_bit_that_drifts_on_one_rank_is_found_by_all_and_named_with_the_ranks(
+    run: Callable[[int], list[dict[str, Any]]], world: int, stage: str
+) -> None:
+    for before, after in (result[stage]["drift"] for result in run(world)):
+        if stage == "3":
+            assert (before, after) == (0, 0)  # no rank has a copy of another's part
+            continue
+        agree = list(range(world - 1))
+        assert before == 25  # 2 layers of 11 tensors, embedding, last norm, head
+        told = f"{DRIFTS} differs between ranks: {agree} against [{world - 1}] (1 of 25 tensors"
+        assert str(after).startswith(told)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -53,8 +53,8 @@ class Routing(NamedTuple):
             problem = f"its routes name experts outside of [0, {self.experts})"
         elif not routes.any():
             problem = "its routes are all 0: nothing was recorded"
-        elif (np.diff(np.sort(routes, axis=2), axis=2) == 0).any():
-            row = int((np.diff(np.sort(routes, axis=2), axis=2) == 0).any(axis=(1, 2)).argmax())
+        elif (twice := (np.diff(np.sort(routes)) == 0).any(axis=(1, 2))).any():
+            row = int(twice.argmax())
             problem = f"its routes send token {row} to one expert twice: {routes[row].tolist()}"
         else:
             return

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from fsm_trainer.algorithms.advantages import gae, group_advantages
 from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
@@ -99,8 +98,8 @@ def actor_update(
     (reference,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
     measured = _measure(batch, old, reference, entropy, advantages)
     if batch.routes is not None:
-        read = F.pad(batch.attention_mask[:, 1:].float(), (1, 0))
-        measured["check/route_disagreement"] = float(masked_mean(rerouted, read))
+        other = masked_mean(rerouted[:, 1:], batch.attention_mask[:, 1:])
+        measured["check/route_disagreement"] = float(other)
     if first:
         measured |= selfcheck.zero_kl(model, batch, old, reference, entropy, checks)
     measured |= selfcheck.mismatch(model, batch, old, entropy, checks.mismatch)

@@ -37,12 +37,14 @@ class Taken:
         shares = torch.stack(self._other).float().mean(dim=0)
         return shares.view(self.routes.shape[:2])
 
-    def take(self, layer: int, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def take(self, layer: int, own: torch.Tensor, again: bool) -> torch.Tensor:
         """The experts of a layer, ``[places, top_k]``; its router's ``own`` where none is given."""
-        counts[layer] += 1
         given = self.routes[:, :, layer].flatten(0, 1).long()
         given = torch.where(given < 0, own, given)
-        if counts is self.forward:
+        if again:
+            self.recomputed[layer] += 1
+        else:
+            self.forward[layer] += 1
             self._other.append((given.sort().values != own.sort().values).any(dim=-1))
         return given
 
@@ -53,7 +55,7 @@ class Replay:
     def __init__(self, module: Any) -> None:
         self._routers = routers(module)
         self._taken: Taken | None = None
-        self._counts: list[int] = []
+        self._again = False
         self._last: Taken | None = None
         for layer, router in enumerate(self._routers):
             router.register_forward_hook(partial(self._route, layer))
@@ -75,7 +77,7 @@ class Replay:
                 f"{len(self._routers)} routers that can take some. Turn routing_replay off"
             )
         taken = Taken(routes)
-        with self._taking(taken, taken.forward):
+        with self._taking(taken, again=False):
             yield taken
         _expect("the forward pass", taken.forward, 1)
         self._last = taken if torch.is_grad_enabled() else None
@@ -85,7 +87,7 @@ class Replay:
         taken = self._taken
         if taken is None:
             return nullcontext(), nullcontext()
-        return nullcontext(), self._taking(taken, taken.recomputed)
+        return nullcontext(), self._taking(taken, again=True)
 
     def check_recomputed(self, times: int) -> None:
         """Raise SelfCheckFailed unless a backward pass took the last routes so many times."""
@@ -94,20 +96,20 @@ class Replay:
             _expect("the backward pass", taken.recomputed, times)
 
     @contextmanager
-    def _taking(self, taken: Taken, counts: list[int]) -> Iterator[None]:
-        before = self._taken, self._counts
-        self._taken, self._counts = taken, counts
+    def _taking(self, taken: Taken, again: bool) -> Iterator[None]:
+        before = self._taken, self._again
+        self._taken, self._again = taken, again
         try:
             yield
         finally:
-            self._taken, self._counts = before
+            self._taken, self._again = before
 
     def _route(self, layer: int, router: Any, given: Any, chosen: Any) -> Any:
         """Replace what a router gives: logits, the weights of its experts, and their indices."""
         if self._taken is None:
             return chosen
         logits, _, own = chosen
-        experts = self._taken.take(layer, own, self._counts)
+        experts = self._taken.take(layer, own, self._again)
         weights = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, experts)
         if router.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -234,10 +234,8 @@ class ActorHost(TrainerHost):
         first = not self.trainer.has_reference
         if first:
             self.trainer.snapshot_reference()
-        batch, every = (
-            collate(trajectories, self.pad_token, self.routing),
-            checks.free_routing_every,
-        )
+        batch = collate(trajectories, self.pad_token, self.routing)
+        every = checks.free_routing_every
         due = batch.routes is not None and every and (first or (step - 1) % every == 0)
         free = free_routing(self.trainer, batch, config.temperature) if due else {}
         gain = advantages.advantages if advantages is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,31 @@ def trajectory(routes: Any = "some", tokens: int = 6, seed: int = 0) -> Trajecto
 def batch(*lengths: int) -> Batch:
     made = [trajectory(tokens=n, seed=seed) for seed, n in enumerate(lengths)]
     return collate(made, 0, ROUTING)
+
+
+# -- which models have routes ----------------------------------------------------------------------
+
+
+def test_a_models_routing_is_read_from_its_folder(folder: Path, model: Any) -> None:
+    assert Routing.of(folder) == ROUTING
+    assert len(routers(model)) == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "qwen3"}, "is a qwen3 model: routes are replayed for qwen3_moe"),
+        ({"mlp_only_layers": [1]}, "has dense layers between its mixtures"),
+        ({"decoder_sparse_step": 2}, "has dense layers between its mixtures"),
+    ],
+)
+def test_a_model_whose_routes_cannot_be_replayed_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CapabilityMissing, match=says):
+        Routing.of(tmp_path)
 
 
 # -- what is refused, with the sample's id, before anything is computed ----------------------------

@@ -90,6 +90,7 @@ class ModelTrainer:
         self._meter, self._settled = Meter(self._name, self.device, process_bytes), False
         self._checkpoint: Path | None = None
         self._module: Any = None
+        self._replay: Any = None
         self._engine: ZeroEngine | None = None
         self._reference = self._no_reference()
 
@@ -166,7 +167,7 @@ class ModelTrainer:
     def _forget(self) -> None:
         if self._engine is not None:
             self._engine.destroy()
-        self._engine = self._module = self._checkpoint = None
+        self._engine = self._module = self._replay = self._checkpoint = None
         self._groups.forget()
         self._bank.close()
         self._reference, self.steps = self._no_reference(), 0

@@ -71,6 +71,10 @@ def _print(role: str, found: Replayed, out: Console) -> None:
         out.print(
             f"{role}: {figure.name} was {figure.was:.9g}, is {figure.now:.9g}: {off}", style="red"
         )
+    if not found.figures and found.stopped is None:
+        out.print(
+            f"{role}: in the run the update ended with an error, here it doesn't", style="red"
+        )
     count = len(found.figures)
     same = count - sum(figure.differs for figure in found.figures)
     text = f"{role}: {same} of {count} figures are as they were, {found.exact} of them to the bit"

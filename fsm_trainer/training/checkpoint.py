@@ -59,13 +59,13 @@ def joined(directory: Path, stage: int, ranks: int, target: Path) -> Path:
 
     At stages 1 and 2 DeepSpeed flattens all weights, pads them to a multiple of twice the ranks,
     and gives each rank a run of masters and moments: in a row they are those of one rank, but for
-    the padding. At stage 0 each rank has all.
+    the padding. Where each rank has all, the first one's are those.
     """
     shards = [read(directory, rank, stage, ranks) for rank in range(ranks)]
     first = shards[0]
-    if stage:
-        weights = list(load_file(directory / "model.safetensors").values())
-        count = sum(weight.numel() for weight in weights)
+    weights = list(load_file(directory / "model.safetensors").values())
+    count = sum(weight.numel() for weight in weights)
+    if sum(part["master"].numel() for part in first["optimizer"]) < count:
         count += count % 2
         size = count * weights[0].itemsize
         first["reference"] = [storage[:size] for storage in first["reference"]]

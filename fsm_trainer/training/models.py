@@ -73,14 +73,12 @@ def save(model: Any, weights: Mapping[str, torch.Tensor], directory: Path, sourc
 
 def traits(model: Any) -> Traits:
     """What the model is, as far as a difference between two passes may come from it."""
-    on = [
-        p for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.training for p in [m.p]
-    ]
+    modules = [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.training]
     named = list(_dropouts(model.config).values()) if model.training else []
     return Traits(
         next(model.parameters()).dtype,
         model.config.num_hidden_layers,
-        max([0.0, *on, *named]),
+        max([0.0, *(module.p for module in modules), *named]),
         "num_experts" in model.config.to_dict(),
     )
 

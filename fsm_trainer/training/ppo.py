@@ -124,13 +124,16 @@ def actor_update(
             model.backward(loss * model.world_size, part.last)
             if number == 0:
                 tally.peak("check/ratio_drift", surrogate.log_ratio.abs().max())
-                _put(fresh, part.rows, scores.logprobs.detach())
+                if first:
+                    _put(fresh, part.rows, scores.logprobs.detach())
             tally.add("actor/loss", loss)
             tally.add("actor/kl_loss", (part.weights * penalty).sum())
             _tally_ratios(tally, part.weights, surrogate)
         if first and number == 0:
             fresh = model.all_reduce(fresh).cpu()
-            selfcheck.unit_ratio(model, batch, minibatch.rows, old, fresh, entropy, checks)
+            measured |= selfcheck.unit_ratio(
+                model, batch, minibatch.rows, old, fresh, entropy, checks
+            )
         tally.stepped(model.step())
     return measured | tally.reduce(model, "actor")
 

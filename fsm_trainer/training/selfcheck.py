@@ -160,24 +160,27 @@ def unit_ratio(
     fresh: torch.Tensor,
     entropy: torch.Tensor,
     config: ChecksConfig,
-) -> None:
+) -> dict[str, float]:
     """Before its first step the policy is the one that the ratios start from.
 
     ``rows`` are those of the first minibatch, ``old`` and ``fresh`` the log-probabilities without
     and with gradients, ``[batch, time]``. A ratio of 1 is a KL of 0 and a clip fraction of 0.
 
-    Raises SelfCheckFailed if it isn't and ``checks.zero_kl`` is ``stop``.
+    Raises SelfCheckFailed if it isn't and ``checks.zero_kl`` is ``stop``; gives the verdict if it
+    was to warn.
     """
     if config.zero_kl == "off":
-        return
+        return {}
     mask = torch.zeros_like(batch.loss_mask)
     mask[rows] = batch.loss_mask[rows]
     gap, allowed = measure(old, fresh, mask), limits(model.traits, old, mask)
-    if not gap.within(allowed):
-        story = f"the first minibatch's ratio is not 1: {_numbers(gap, allowed)}"
-        told = f"{story}; {_worst(batch, gap, 'before', 'with gradients')}"
-        why = causes(model.traits, mask, old, fresh, entropy)
-        _tell(model, told, why, config.zero_kl == "stop", "checks.zero_kl: warn")
+    if gap.within(allowed):
+        return {}
+    story = f"the first minibatch's ratio is not 1: {_numbers(gap, allowed)}"
+    told = f"{story}; {_worst(batch, gap, 'before', 'with gradients')}"
+    why = causes(model.traits, mask, old, fresh, entropy)
+    _tell(model, told, why, config.zero_kl == "stop", "checks.zero_kl: warn")
+    return {"check/zero_kl": float(Verdict.FAILED)}
 
 
 def mismatch(

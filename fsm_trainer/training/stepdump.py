@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
@@ -137,6 +138,7 @@ def replay(folder: Path, told: Told, algorithm: PolicyConfig) -> Replayed:
     batch, generator = Batch(**tables), torch.Generator().manual_seed(told.seed)
     with _trainer(folder, told) as trainer:
         found = dict(_prints(trainer.named_weights())) | dict(_prints(_read(folder, told.ranks)))
+        begun = trainer.steps
         changed = [name for name, one in told.prints.items() if found.get(name) != one]
         metrics: Mapping[str, float] = {}
         try:
@@ -148,7 +150,7 @@ def replay(folder: Path, told: Told, algorithm: PolicyConfig) -> Replayed:
                 )
         except SelfCheckFailed as error:
             stopped = str(error)
-        steps, traits = algorithm.epochs * algorithm.minibatches, trainer.traits
+        steps, traits = max(trainer.steps - begun, 1), trainer.traits
     figures = [
         Figure(name, was, metrics.get(name, math.nan), selfcheck.spread(traits, was, steps))
         for name, was in (told.metrics or {}).items()
@@ -186,7 +188,10 @@ def _trainer(folder: Path, told: Told) -> Iterator[ModelTrainer]:
 
 
 def _tables(folder: Path) -> dict[str, Any]:
-    tables: dict[str, Any] = torch.load(folder / TABLES, weights_only=True)
+    try:
+        tables: dict[str, Any] = torch.load(folder / TABLES, weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError) as error:
+        raise ConfigError(f"{folder / TABLES} can't be read ({error}). Dump it again") from error
     return tables
 
 

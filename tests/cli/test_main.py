@@ -28,6 +28,11 @@ from tests.verify.fake import FakeRun
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples" / "quickstart.yaml")
+TWO_SHARDED = [
+    part
+    for value in ("actor.ranks=2", "critic.ranks=2", "actor.zero_stage=3")
+    for part in ("--set", value)
+]
 BY_HAND = ["actor=awake", "rollout-0=awake", "rollout-1=awake"]
 """A world in which everybody who could connect is awake."""
 
@@ -419,3 +424,25 @@ def test_no_command_but_run_imports_anything_heavy(run_dir: Path) -> None:
 
 def test_every_schedule_is_planned_here() -> None:
     assert sorted(STEADY) == schedules()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--dump-step", "0"], "no such step is trained"),
+        (["--dump-step", "3", "--set", "steps=2"], "Give one of 1 to 2"),
+        (["--dump-step", "1", "--rollout-only"], "no such step is trained"),
+        (
+            ["--dump-step", "1", *TWO_SHARDED],
+            "Write zero_stage: 2",
+        ),
+    ],
+)
+def test_a_step_that_could_not_be_replayed_is_refused_before_the_run(
+    words: list[str], told: str, tmp_path: Path
+) -> None:
+    result = call("run", QUICKSTART, "--out", str(tmp_path / "run"), *words)
+
+    assert result.exit_code == 2
+    assert told in result.output
+    assert not (tmp_path / "run").exists()

@@ -108,6 +108,17 @@ def test_warn_goes_on_and_says_so_and_off_looks_at_nothing() -> None:
     assert all(len(model.weights) == CONFIG.minibatches for model in models)
 
 
+def test_a_ratio_that_is_not_one_is_warned_of_as_a_check_that_failed() -> None:
+    batch, model = sampled(3), PlainModel()
+    noisy_with_gradients(model)
+
+    with capture_logs():
+        warned = first_update(model, batch, zero_kl="warn")
+
+    assert warned["check/zero_kl"] == Verdict.FAILED
+    assert warned["check/zero_kl_max"] == 0.0
+
+
 def test_after_the_first_step_an_actor_may_leave_its_reference() -> None:
     batch, model = sampled(3), PlainModel()
     off_by_one_weight(model)

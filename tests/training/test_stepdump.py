@@ -166,5 +166,14 @@ def test_a_folder_that_is_no_dump_is_the_users_mistake(
         read(tmp_path)
 
 
+def test_tables_that_were_cut_are_named(step: Path, tmp_path: Path) -> None:
+    folder = copied(step / "actor", tmp_path)
+    content = (folder / TABLES).read_bytes()
+    (folder / TABLES).write_bytes(content[: len(content) // 2])
+
+    with pytest.raises(ConfigError, match=r"tables\.pt can't be read"):
+        again(folder)
+
+
 def copied(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / folder.name))

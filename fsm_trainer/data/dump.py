@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -26,7 +27,7 @@ def step_dump(folder: Path, step: int) -> Path:
 
 
 def write_dump(path: Path, trajectories: Sequence[Trajectory]) -> None:
-    """Write one JSON object a line; floats keep all their bits, routes are left out."""
+    """Write one JSON object a line; floats keep all their bits, routes are bytes in base64."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for trajectory in trajectories:
@@ -49,8 +50,12 @@ def read_dump(path: Path) -> list[Trajectory]:
 
 
 def _fields(trajectory: Trajectory) -> dict[str, Any]:
-    kept = {f.name: getattr(trajectory, f.name) for f in fields(trajectory) if f.name != "routes"}
+    kept = {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}
     arrays = {name: a.tolist() for name, a in kept.items() if isinstance(a, np.ndarray)}
+    routes = trajectory.routes
+    if routes is not None:  # a hundred numbers a token, as most models have, would be half the file
+        told = base64.b64encode(routes.astype("<i4").tobytes()).decode()
+        arrays["routes"] = {"shape": routes.shape, "int32": told}
     return kept | arrays | {"sample": asdict(trajectory.sample), "info": dict(trajectory.info)}
 
 
@@ -59,4 +64,8 @@ def _trajectory(found: dict[str, Any]) -> Trajectory:
     if not isinstance(sample["prompt"], str):
         sample["prompt"] = tuple(Message(*message) for message in sample["prompt"])
     version, status = Version(*found["version"]), Status(found["status"])
+    routes = found.get("routes")
+    if routes is not None:
+        flat = np.frombuffer(base64.b64decode(routes["int32"], validate=True), dtype="<i4")
+        found["routes"] = flat.reshape(routes["shape"])
     return Trajectory(**found | {"sample": Sample(**sample), "version": version, "status": status})

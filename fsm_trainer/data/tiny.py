@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
 
+from fsm_trainer.data.routing import routers
 from fsm_trainer.machine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,12 +29,15 @@ _CHAT_TEMPLATE = (
 
 
 class TinyModelConfig(BaseModel, extra="forbid", frozen=True):
-    """The shape of a Qwen3 model; the defaults have 107k parameters and learn to add digits."""
+    """The shape of a Qwen3 model; the defaults have 107k parameters and learn to add digits.
+
+    With ``experts`` it is a Qwen3-MoE model, whose feed-forward layers are all mixtures.
+    """
 
     hidden: int = Field(default=64, ge=8)
     """Width of the residual stream."""
     intermediate: int = Field(default=128, ge=8)
-    """Width of the feed-forward layers."""
+    """Width of the feed-forward layers; of each expert in a mixture of them."""
     layers: int = Field(default=2, ge=1)
     """Number of layers."""
     heads: int = Field(default=4, ge=1)
@@ -44,6 +48,10 @@ class TinyModelConfig(BaseModel, extra="forbid", frozen=True):
     """Base of the rotary frequencies; small, because the sequences are short."""
     positions: int = Field(default=512, ge=16)
     """The most tokens of a sequence."""
+    experts: int = Field(default=0, ge=0)
+    """Experts of a layer; 0 makes the model dense."""
+    experts_per_token: int = Field(default=2, ge=1)
+    """Experts that a token is sent to, where there are any."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> TinyModelConfig:
@@ -51,6 +59,9 @@ class TinyModelConfig(BaseModel, extra="forbid", frozen=True):
             raise ValueError(f"hidden={self.hidden} must be an even multiple of heads={self.heads}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if 0 < self.experts < self.experts_per_token:
+            most = self.experts_per_token
+            raise ValueError(f"experts={self.experts} must be experts_per_token={most} at least")
         return self
 
 
@@ -119,25 +130,36 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def _write_model(folder: Path, config: TinyModelConfig, seed: int) -> None:
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.hidden // config.heads,
-        max_position_embeddings=config.positions,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=False,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        dtype="float32",
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.intermediate,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.hidden // config.heads,
+        "max_position_embeddings": config.positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": False,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+    if config.experts:
+        shape |= {
+            "moe_intermediate_size": config.intermediate,
+            "num_experts": config.experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "norm_topk_prob": True,
+        }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(shape)
+        kind = "qwen3_moe" if config.experts else "qwen3"
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))  # type: ignore[no-untyped-call]
+        for router in routers(model):
+            # At the usual 0.02 all experts look alike, and rounding would choose among them.
+            torch.nn.init.normal_(router.weight, std=config.hidden**-0.5)
     model.save_pretrained(folder)

@@ -25,6 +25,10 @@ class EngineSettings(BaseModel, extra="forbid", frozen=True):
     generate_timeout: float = Field(default=1800.0, gt=0)
     """Seconds that a ``generate`` call may take when it doesn't say so itself."""
 
+    routing_replay: bool = False
+    """Record the experts that each token was sent to, and train with the same (R3); for models with
+    a mixture of experts. See docs/routing-replay.md."""
+
 
 class EmbeddedConfig(EngineSettings, extra="forbid", frozen=True):
     """The embedded engine: transformers, on any device."""
@@ -42,7 +46,7 @@ class EmbeddedConfig(EngineSettings, extra="forbid", frozen=True):
 _OURS = frozenset((
     "model_path", "host", "port", "api_key", "dtype", "device", "base_gpu_id", "tp_size",
     "skip_tokenizer_init", "load_format", "custom_weight_loader", "enable_deterministic_inference",
-    "enable_memory_saver", "mem_fraction_static",
+    "enable_memory_saver", "mem_fraction_static", "enable_return_routed_experts",
 ))  # fmt: skip
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
 
 from fsm_trainer.machine.errors import DataError
 from fsm_trainer.machine.version import Version
@@ -73,6 +76,8 @@ class Completion:
 
     ``tokens`` and ``logprobs`` (natural logarithm, at the sampling temperature; at temperature 1
     for a greedy request) have equal lengths. ``version`` names the weights that drew every token.
+    ``routes``, int32 ``[prompt + generated - 1, layers, top_k]``, are the experts of each token
+    that the model read, best first; None without ``routing_replay``, and for an aborted request.
     """
 
     id: str
@@ -80,6 +85,7 @@ class Completion:
     logprobs: tuple[float, ...]
     finish: Finish
     version: Version
+    routes: npt.NDArray[np.int32] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache
 
+from fsm_trainer.data.routing import routers
 from fsm_trainer.engines.contract import Completion, Finish, Request
 from fsm_trainer.engines.replica import Replica
 from fsm_trainer.engines.sampling import draw, uniform
@@ -37,6 +40,7 @@ class _Sequence:
     ends: Collection[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routes: list[npt.NDArray[np.int32]] = field(default_factory=list)
 
     @property
     def position(self) -> int:
@@ -60,7 +64,9 @@ class _Sequence:
 
     def completion(self, finish: Finish) -> Completion:
         tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
-        return Completion(self.request.id, tokens, logprobs, finish, self.version)
+        whole = self.routes and finish is not Finish.ABORT
+        routes = np.concatenate(self.routes) if whole else None
+        return Completion(self.request.id, tokens, logprobs, finish, self.version, routes)
 
 
 class _Slots(Cache):
@@ -130,12 +136,18 @@ class Decoder:
     """Decodes submitted requests, one token for each of them a step.
 
     At most ``max_tokens`` cache positions are in use; further requests wait their turn, in order.
+    With ``records`` completions tell the experts of each token.
     """
 
     def __init__(
-        self, replica: Replica, max_tokens: int, ends: frozenset[int] = frozenset()
+        self,
+        replica: Replica,
+        max_tokens: int,
+        ends: frozenset[int] = frozenset(),
+        records: bool = False,
     ) -> None:
         self._replica, self._max_tokens, self._ends = replica, max_tokens, ends
+        self._records = records
         parameters = inspect.signature(replica.model.forward).parameters
         # transformers 5.2x renames the argument; the old name goes in 5.40.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -234,13 +246,16 @@ class Decoder:
             tokens[index, : len(prompt)] = prompt
         device = self._replica.model.device
         self._slots.filling, self._slots.width = rows, width
-        self._replica.model.base_model(
+        _, routes = self._forward(
+            self._replica.model.base_model,
             input_ids=torch.from_numpy(tokens).to(device),
             position_ids=torch.arange(width, device=device)[None],
-            use_cache=True,
-            **{self._cache_name: self._slots},
         )
         self._slots.filling = []
+        if routes is not None:
+            for row, own in zip(rows, np.split(routes, len(tokens)), strict=False):
+                sequence = self._running[row]
+                sequence.routes.append(own[: len(sequence.request.tokens) - 1])
 
     def _decode(self) -> tuple[list[int], list[float]]:
         running, device = self._running, self._replica.model.device
@@ -252,14 +267,17 @@ class Decoder:
         slots = self._slots
         slots.at, slots.width = positions, _up(int(state[0].max()) + 1, COLUMNS)
         visible = torch.arange(slots.width, device=device) <= positions[:, None]
-        logits = self._replica.model(
+        output, routes = self._forward(
+            self._replica.model,
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
             attention_mask=visible[:, None, None],
-            use_cache=True,
             logits_to_keep=1,
-            **{self._cache_name: slots},
-        ).logits[: len(running), -1]
+        )
+        logits = output.logits[: len(running), -1]
+        if routes is not None:
+            for row, sequence in enumerate(running):
+                sequence.routes.append(routes[row : row + 1])
         seeds = np.array([sequence.request.seed for sequence in running], dtype=np.uint64)
         drawn, logprobs = draw(
             logits,
@@ -267,6 +285,17 @@ class Decoder:
             uniform(seeds, state[0, : len(running)].astype(np.uint64) + np.uint64(1)),
         )
         return drawn.tolist(), logprobs.tolist()
+
+    def _forward(
+        self, model: Callable[..., Any], **inputs: Any
+    ) -> tuple[Any, npt.NDArray[np.int32] | None]:
+        """One forward pass with the cache, and its routes ``[places, layers, top_k]`` if wanted."""
+        inputs |= {"use_cache": True, self._cache_name: self._slots}
+        if not self._records:
+            return model(**inputs), None
+        with _recorded(self._replica.model) as chosen:
+            output = model(**inputs)
+        return output, torch.stack(chosen, dim=1).to("cpu", torch.int32).numpy()
 
     def _compact(self, stays: list[bool]) -> None:
         """Drop the rows that don't stay; the last ones move into the gaps."""
@@ -278,6 +307,21 @@ class Decoder:
             for source, target in zip(sources, targets, strict=True):
                 self._running[target] = self._running[source]
         del self._running[kept:]
+
+
+@contextmanager
+def _recorded(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """What each router chooses in the forward passes within, ``[places, top_k]`` each."""
+    chosen: list[torch.Tensor] = []
+    hooks = [
+        router.register_forward_hook(lambda router, given, output: chosen.append(output[2]))
+        for router in routers(model)
+    ]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _up(count: int, multiple: int) -> int:

@@ -137,7 +137,8 @@ class EmbeddedServer:
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         self._replica = Replica(folder, config.dtype, config.device)
         ends = Limits.of(folder).ends
-        self._decoder = Decoder(self._replica, config.max_batch_tokens, ends)
+        limit, records = config.max_batch_tokens, config.routing_replay
+        self._decoder = Decoder(self._replica, limit, ends, records)
         # What the imports made lives as long as the process: no collection need look at it again.
         gc.freeze()
         return self._replica.specs

@@ -23,8 +23,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsm_trainer.data.routing import Routing
 from fsm_trainer.engines.admission import LINK, RECEIVED, UPDATE, Admission
 from fsm_trainer.engines.config import EngineSettings
 from fsm_trainer.engines.contract import Completion, Health, PauseMode, Request, Tag
@@ -75,6 +77,8 @@ class Engine(ABC):
         DeadlineExceeded when it is not up in time; then nothing of it is left.
         """
         limits = Limits.of(self._model)
+        if self._settings.routing_replay:
+            Routing.of(Path(self._model))
         with self._life:
             if self._server is not None and self._server.ended is None:
                 raise Refused(self.name, "started", "start", ["already started"], "stop it first")

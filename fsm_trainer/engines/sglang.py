@@ -18,10 +18,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fsm_trainer.data.child import PROMPT
+from fsm_trainer.data.routing import Routing
 from fsm_trainer.engines.config import SglangConfig
 from fsm_trainer.engines.contract import Completion, PauseMode, Request, Tag
 from fsm_trainer.engines.engine import Engine
@@ -81,7 +83,8 @@ class SglangServer(Server):
         if url is None:
             self._port, number = _reserved_port()
             url, key = f"http://127.0.0.1:{number}", secrets.token_hex(16)
-        self._api = Api(url, key, config, self._gone)
+        routing = Routing.of(Path(model)) if config.routing_replay else None
+        self._api = Api(url, key, config, self._gone, routing)
         if self._port is not None:
             words = command(model, url, key or "", config)
             self._process = EngineProcess(name, "fsm_trainer.engines.sglang_server")

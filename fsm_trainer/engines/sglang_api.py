@@ -15,7 +15,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from fsm_trainer.data.child import PROMPT
+from fsm_trainer.data.routing import Routing
 from fsm_trainer.engines.config import SglangConfig
 from fsm_trainer.engines.contract import Completion, Finish, PauseMode, Request, Tag
 from fsm_trainer.machine.errors import ActionFailed, CapabilityMissing, EngineFailed
@@ -34,6 +38,7 @@ _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 class Api:
     """A client of one server; ``gone`` makes the error for a server that does not answer.
 
+    ``routing`` is the shape of the routes that completions shall have, if any.
     No call has a deadline of its own: their caller's ends the server, and with it the call.
     """
 
@@ -43,10 +48,11 @@ class Api:
         key: str | None,
         config: SglangConfig,
         gone: Callable[[str, Exception], EngineFailed],
+        routing: Routing | None,
     ) -> None:
         import httpx
 
-        self.url, self._config, self._gone = url, config, gone
+        self.url, self._config, self._gone, self._routing = url, config, gone, routing
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # The server hangs up after 5 silent seconds: a connection that old would meet its end.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
@@ -79,6 +85,10 @@ class Api:
                 not config.deterministic or info.get("enable_deterministic_inference"),
                 "--enable-deterministic-inference (or set rollout.engine.deterministic: false)",
             ),
+            (
+                not config.routing_replay or info.get("enable_return_routed_experts"),
+                "--enable-return-routed-experts (or set rollout.engine.routing_replay: false)",
+            ),
             (config.device == "cpu" or info.get("enable_memory_saver"), "--enable-memory-saver"),
         ):
             if not holds:
@@ -99,8 +109,13 @@ class Api:
             "sampling_params": [self._sampling(request) for request in requests],
             "return_logprob": True,
         }
+        if self._routing is not None:
+            body["return_routed_experts"] = True
         answers = self._ask("/generate", body)
-        return [_completion(r, a, version) for r, a in zip(requests, answers, strict=True)]
+        return [
+            _completion(request, answer, version, self._routing)
+            for request, answer in zip(requests, answers, strict=True)
+        ]
 
     def _sampling(self, request: Request) -> dict[str, Any]:
         seed = {"sampling_seed": request.seed & (2**63 - 1)} if self._config.deterministic else {}
@@ -193,6 +208,7 @@ def command(model: str, url: str, key: str, config: SglangConfig) -> list[str]:
         "sleep_on_idle": True,
         "enable_deterministic_inference": config.deterministic,
         "enable_memory_saver": config.device != "cpu",
+        "enable_return_routed_experts": config.routing_replay,
         "log_level": "error",
         "mem_fraction_static": config.memory_fraction,
     }
@@ -205,7 +221,9 @@ def command(model: str, url: str, key: str, config: SglangConfig) -> list[str]:
     return words
 
 
-def _completion(request: Request, answer: Mapping[str, Any], version: Version) -> Completion:
+def _completion(
+    request: Request, answer: Mapping[str, Any], version: Version, routing: Routing | None
+) -> Completion:
     about = answer["meta_info"]
     drawn = about.get("output_token_logprobs") or []
     logprobs = tuple(math.nan if each[0] is None else float(each[0]) for each in drawn)
@@ -221,7 +239,27 @@ def _completion(request: Request, answer: Mapping[str, Any], version: Version) -
             f"{request.max_new_tokens} tokens, for want of room; give the engine more memory, or "
             "ask for fewer"
         )
-    return Completion(request.id, tokens, logprobs, finish, version)
+    routes = None
+    if routing is not None and finish is not Finish.ABORT:
+        routes = _routes(request, len(tokens), about, routing)
+    return Completion(request.id, tokens, logprobs, finish, version, routes)
+
+
+def _routes(
+    request: Request, drawn: int, about: Mapping[str, Any], routing: Routing
+) -> npt.NDArray[np.int32]:
+    if about.get("routed_experts") is None:
+        raise CapabilityMissing(
+            f"request {request.id}: SGLang gave no routed experts with it. Start the server with "
+            "--enable-return-routed-experts, or set rollout.engine.routing_replay: false"
+        )
+    flat = np.frombuffer(base64.b64decode(about["routed_experts"]), dtype=np.int32)
+    shape = len(request.tokens) + drawn - 1, routing.layers, routing.top_k
+    if flat.size != math.prod(shape):
+        raise ActionFailed(
+            f"request {request.id}: SGLang gave {flat.size} routed experts, not {shape}"
+        )
+    return flat.reshape(shape)
 
 
 def _pickled(text: str) -> bytes:

@@ -16,7 +16,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -182,7 +182,7 @@ class Agent(LinkEnd):
         views = Parcel(0, bucket, flat).views
         starts = {view.data_ptr(): (name, view) for name, view in views.items() if view.numel()}
         with _Copies(flat) as seen:
-            self._load_weights(list(views.items()))
+            self._load_weights(list(_as_in_a_checkpoint(views)))
         order = sorted(starts)
         for source, memory in seen.copies:
             at = max(start for start in order if start <= source.data_ptr())
@@ -231,6 +231,21 @@ class Agent(LinkEnd):
         torch.distributed.all_reduce(raw, torch.distributed.ReduceOp.BOR, group=_parallel_group())
         own = sum(place.memory.numel() for place in self._places[spec.name])
         return whole if own == whole.numel() else joined
+
+
+def _as_in_a_checkpoint(
+    views: Mapping[str, torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each expert under a name of its own, which SGLang expects and transformers has fused."""
+    for name, view in views.items():
+        stem, kind = name.rpartition(".")[::2]
+        if not stem.endswith(".experts") or view.dim() != 3:
+            yield name, view
+            continue
+        parts = {"gate_up_proj": ("gate_proj", "up_proj")}.get(kind, (kind,))
+        for index, expert in enumerate(view):
+            for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{stem}.{index}.{part}.weight", matrix
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]

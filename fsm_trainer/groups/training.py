@@ -19,13 +19,16 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from fsm_trainer.groups.backend import resume, suspend
+from fsm_trainer.groups.backend import can_suspend, resume, suspend
 from fsm_trainer.groups.rendezvous import Address, connect, epoch_prefix
 from fsm_trainer.machine.errors import CapabilityMissing, LeaseExpired, PeerLost
+
+log = structlog.get_logger(__name__)
 
 
 class _Group:
@@ -182,6 +185,27 @@ class TrainingGroups:
     def _attach(self, group: _Group) -> None:
         ranks = list(group.ranks or ())
         group.live = dist.new_group(ranks, timeout=self._timeout, backend=self._backend)
+
+
+def suspended(policy: str, backend: str, ranks: int, owner: str) -> bool:
+    """Whether a role's groups are suspended rather than destroyed: ``offload.groups``.
+
+    Raises CapabilityMissing where that is asked for and NCCL is too old.
+    """
+    able = backend != "nccl" or can_suspend()
+    if policy == "suspend" and not able:
+        raise CapabilityMissing(
+            f"{owner}: offload.groups: suspend needs NCCL 2.29.7 or newer, and an older one is "
+            "loaded. Preload a newer libnccl.so.2, or write offload.groups: destroy"
+        )
+    if policy != "auto":
+        return policy == "suspend"
+    # Measured on H200s, sleep, wake and the first collective: one rank 0.52 s destroyed and
+    # 0.33 s suspended; two 0.83 and 0.66 s, too little to keep what a peer's death breaks.
+    chosen = backend == "nccl" and able and ranks == 1
+    why = {"backend": backend, "nccl_can": able, "ranks": ranks}
+    log.info("groups of a sleeper", worker=owner, suspended=chosen, **why)
+    return chosen
 
 
 _backend: Any = None

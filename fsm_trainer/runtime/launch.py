@@ -204,6 +204,7 @@ class _Launch:
             "total_steps": run.optimizer_steps(role),
             "threads": settings.threads,
             "checkpoint": position and self.checkpoints.folder(position.step, str(role)),
+            "routing_replay": run.config.rollout.engine.routing_replay,
         }
 
     async def _train(self, reconciler: Reconciler, data: RayData, metrics: MetricsWriter) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from fsm_trainer.algorithms.config import Aggregation
 from fsm_trainer.algorithms.masked import token_weights
+from fsm_trainer.data.routing import Routing
 from fsm_trainer.data.trajectory import Status, Trajectory
 from fsm_trainer.machine.errors import DataError
 from fsm_trainer.training.packing import Rows
@@ -42,6 +43,10 @@ class Batch:
     """``[batch]``: rows of equal group are compared with each other."""
     ids: tuple[str, ...]
     """``[batch]``: the sample that each row answers."""
+    routes: torch.Tensor | None = None
+    """int32 ``[batch, time, layers, top_k]``: the experts that the rollout engine sent each token
+    to, for the policy to take again; -1 where a sequence ends and in padding, where none were and
+    the routers choose. None: they choose everywhere."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -72,7 +77,7 @@ class Batch:
     def trim(self) -> Batch:
         """Return the batch without the columns that are padding in every row."""
         time = int(self.lengths.max())
-        return self._each(lambda tensor: tensor[:, :time] if tensor.dim() == 2 else tensor)
+        return self._each(lambda tensor: tensor[:, :time] if tensor.dim() > 1 else tensor)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -80,10 +85,12 @@ class Batch:
         return replace(self, **(values | tensors))
 
 
-def collate(trajectories: Sequence[Trajectory], pad_token: int) -> Batch:
-    """Return the trajectories as one right-padded batch on the CPU.
+def collate(
+    trajectories: Sequence[Trajectory], pad_token: int, routing: Routing | None = None
+) -> Batch:
+    """Return the trajectories as one right-padded batch on the CPU; with routes of ``routing``.
 
-    Raises ``DataError`` if there is none, or one has no reward.
+    Raises ``DataError`` if there is none, or one has no reward, or not the routes that it should.
     """
     if not trajectories:
         raise DataError("no trajectory to train on: every rollout of this step was dropped")
@@ -93,12 +100,15 @@ def collate(trajectories: Sequence[Trajectory], pad_token: int) -> Batch:
                 f"trajectory of sample {trajectory.sample.id!r} ({trajectory.status}) has no "
                 "reward: score it, or drop it, before it is collated"
             )
+        if routing is not None:
+            routing.check(trajectory)
     plain = assemble(
         [trajectory.tokens for trajectory in trajectories],
         [trajectory.loss_mask for trajectory in trajectories],
         pad_token,
     )
     time, engine = plain.tokens.shape[1], [t.logprobs for t in trajectories]
+    routes = [t.routes for t in trajectories if t.routes is not None]
     return replace(
         plain,
         engine_logprobs=_padded(engine, time, 0, torch.float32),
@@ -106,6 +116,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token: int) -> Batch:
         truncated=torch.tensor([float(t.status is Status.TRUNCATED) for t in trajectories]),
         groups=tuple(t.sample.group for t in trajectories),
         ids=tuple(t.sample.id for t in trajectories),
+        routes=None if routing is None else _padded(routes, time, -1, torch.int32),
     )
 
 
@@ -249,5 +260,8 @@ def parts(
 def _padded(
     rows: Iterable[npt.NDArray[np.generic]], time: int, fill: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    table = [np.pad(row, (0, time - len(row)), constant_values=fill) for row in rows]
+    table = [
+        np.pad(row, [(0, time - len(row)), *[(0, 0)] * (row.ndim - 1)], constant_values=fill)
+        for row in rows
+    ]
     return torch.from_numpy(np.stack(table)).to(dtype)

@@ -134,6 +134,10 @@ class ChecksConfig(BaseModel, extra="forbid", frozen=True):
     replicas_every: int = Field(default=10, ge=0)
     """Steps between comparisons of the weights that all ranks of a trainer hold; 0: never."""
 
+    free_routing_every: int = Field(default=10, ge=0)
+    """Steps between measurements of the KL with free routing, where routes are replayed; 0: never.
+    Each costs two forward passes over the step, so every tenth step a few percent."""
+
     @field_validator("zero_kl", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:

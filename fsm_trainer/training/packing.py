@@ -52,19 +52,20 @@ class Layout:
     """
 
     def __init__(self, tokens: torch.Tensor, lengths: torch.Tensor, packing: bool) -> None:
-        self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
         self.positions: torch.Tensor | None = None
         if packing:
-            self._pack((lengths - 1).tolist())
+            self._pack(inputs, (lengths - 1).tolist())
+        self.inputs, self.targets = self.arrange(inputs), self.arrange(targets)
 
-    def _pack(self, lengths: Sequence[int]) -> None:
+    def _pack(self, inputs: torch.Tensor, lengths: Sequence[int]) -> None:
         rows = Rows(max(lengths), packing=True)
         for sequence in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
             rows.add(sequence, lengths[sequence])
         shape = len(rows.sequences), rows.width
         positions = torch.arange(rows.width).repeat(len(rows.sequences))
         # Padding is at the place behind the last one.
-        self._places = torch.full(self.inputs.shape, len(positions))
+        self._places = torch.full(inputs.shape, len(positions))
         for row, sequences in enumerate(rows.sequences):
             start = row * rows.width
             for sequence in sequences:
@@ -72,14 +73,16 @@ class Layout:
                 self._places[sequence, : end - start] = torch.arange(start, end)
                 positions[start:end] = torch.arange(end - start)
                 start = end
-        self._places = self._places.to(self.inputs.device)
-        self.positions = positions.view(shape).to(self.inputs.device)
-        self.inputs, self.targets = (
-            table.new_zeros(len(positions) + 1)
-            .scatter(0, self._places.flatten(), table.flatten())[:-1]
-            .view(shape)
-            for table in (self.inputs, self.targets)
-        )
+        self._places = self._places.to(inputs.device)
+        self.positions = positions.view(shape).to(inputs.device)
+
+    def arrange(self, table: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """What stands in ``[batch, time - 1, ...]``, where the forward pass reads it."""
+        if self.positions is None:
+            return table
+        flat = table.new_full((self.positions.numel() + 1, *table.shape[2:]), fill)
+        flat[self._places] = table
+        return flat[:-1].view(*self.positions.shape, *table.shape[2:])
 
     def restore(self, found: torch.Tensor) -> torch.Tensor:
         """What was found for each of ``targets``, where its token stands in ``[batch, time]``."""

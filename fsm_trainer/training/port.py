@@ -26,6 +26,9 @@ class Scores(NamedTuple):
     """``[batch, time]``, float32: log p(tokens[t] | tokens[<t]); index 0 is zero."""
     entropy: torch.Tensor | None = None
     """``[batch, time]``, float32: entropy (nats) of what token t was drawn from; index 0 is 0."""
+    rerouted: torch.Tensor | None = None
+    """``[batch, time]``, float32: the share of layers whose router would have sent token t - 1, the
+    last one read before t, to other experts than those it was sent to; None without routes."""
 
 
 class Traits(NamedTuple):
@@ -62,6 +65,7 @@ class ModelPort(Place, Protocol):
     ) -> Scores:
         """Log-probabilities of ``batch.tokens`` at a temperature; all ``[batch, time]``.
 
+        Where the batch has routes, the model takes them, also when the backward pass recomputes.
         Calls with the same ``bank`` come in runs, so a swap of banks may wait for the first call
         that names another one. ``bank="reference"`` is only called without gradients.
         """

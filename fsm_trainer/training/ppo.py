@@ -9,7 +9,7 @@ many there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from fsm_trainer.algorithms.kl import kl
 from fsm_trainer.algorithms.losses import PolicyLoss, policy_loss, value_loss
 from fsm_trainer.algorithms.masked import keep, masked_max, masked_mean, whiten
 from fsm_trainer.training import selfcheck
-from fsm_trainer.training.batch import Batch, Minibatch, draw_epochs, parts
+from fsm_trainer.training.batch import Batch, Minibatch, deal, draw_epochs, parts
 from fsm_trainer.training.config import ChecksConfig
 from fsm_trainer.training.port import ModelPort
 from fsm_trainer.training.tally import Tally
@@ -92,9 +92,14 @@ def actor_update(
     # In the first epoch's own micro-batches: shapes are those of the gradient pass, so the first
     # ratio is 1 to the last bit, and a drift means a fault rather than another reduction order.
     temperature, passes = config.temperature, partial(_table, model, batch, epochs[0])
-    old, entropy = passes(lambda part: model.logprobs(part, temperature, with_entropy=True))
+    old, entropy, rerouted = passes(
+        lambda part: model.logprobs(part, temperature, with_entropy=True)
+    )
     (reference,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
     measured = _measure(batch, old, reference, entropy, advantages)
+    if batch.routes is not None:
+        other = masked_mean(rerouted[:, 1:], batch.attention_mask[:, 1:])
+        measured["check/route_disagreement"] = float(other)
     if first:
         measured |= selfcheck.zero_kl(model, batch, old, reference, entropy, checks)
     measured |= selfcheck.mismatch(model, batch, old, entropy, checks.mismatch)
@@ -131,6 +136,21 @@ def actor_update(
             )
         tally.stepped(model.step())
     return measured | tally.reduce(model, "actor")
+
+
+def free_routing(model: ModelPort, batch: Batch, temperature: float) -> dict[str, float]:
+    """The KL of policy and reference when the routers of both choose; ``batch`` is on the CPU.
+
+    With replayed routes both compute what the engine did, and a router that has moved shows in its
+    weights alone. This is what the policy is without them, on the same tokens.
+    """
+    free, whole = replace(batch, routes=None), torch.arange(len(batch))
+    passes = partial(_table, model, free, [deal(whole, batch.lengths, model)])
+    (ours,) = passes(lambda part: model.logprobs(part, temperature)[:1])
+    (theirs,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
+    mask = batch.loss_mask
+    found = masked_mean(kl(keep(ours, mask), keep(theirs, mask), "k3"), mask)
+    return {"check/free_routing_kl": float(found)}
 
 
 def grpo_update(

@@ -21,28 +21,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-import structlog
 import torch
 import torch.distributed as dist
 
 from fsm_trainer.algorithms.losses import entropy
 from fsm_trainer.data.seeds import derive
-from fsm_trainer.groups.backend import can_suspend
 from fsm_trainer.groups.rendezvous import Address
-from fsm_trainer.groups.training import TrainingGroups
-from fsm_trainer.machine.errors import CapabilityMissing, Refused, SelfCheckFailed
+from fsm_trainer.groups.training import TrainingGroups, suspended
+from fsm_trainer.machine.errors import Refused, SelfCheckFailed
 from fsm_trainer.training import checkpoint, models, packing, selfcheck
 from fsm_trainer.training.batch import Batch
-from fsm_trainer.training.config import GroupPolicy, ScheduleConfig, TrainerConfig
+from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
 from fsm_trainer.training.device import Meter, process_bytes
 from fsm_trainer.training.offload import Bank, SavedBank, bytes_of, trim
 from fsm_trainer.training.packing import Layout
 from fsm_trainer.training.port import Bank as BankName
 from fsm_trainer.training.port import Scores, Traits
 from fsm_trainer.training.reference import Reference
+from fsm_trainer.training.routes import Replay
 from fsm_trainer.training.zero import ZeroEngine, weights_of
-
-log = structlog.get_logger(__name__)
 
 Resource = Literal["bank", "weights", "optimizer", "train_groups"]
 # Each needs those before it.
@@ -82,7 +79,7 @@ class ModelTrainer:
         self._planned = self._configured = config.learning_rate, config.schedule, total_steps
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         offload = config.offload
-        suspends = self._suspends(offload.groups, backend)
+        suspends = suspended(offload.groups, backend, world_size, self._name)
         self._groups = TrainingGroups(
             store, role, rank, world_size, config.timeout, backend, suspends
         )
@@ -93,6 +90,7 @@ class ModelTrainer:
         self._checkpoint: Path | None = None
         self._left, self._returned = scratch / "left", False
         self._module: Any = None
+        self._replay: Any = None
         self._engine: ZeroEngine | None = None
         self._reference = self._no_reference()
 
@@ -146,8 +144,10 @@ class ModelTrainer:
         folder, config = self._checkpoint or self._source, self._config
         with self._bank.region():
             module = models.load(self._head, folder, config.dtype).to(self.device)
+        self._replay = Replay(module)
         if config.activation_checkpointing:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
+            again = {"use_reentrant": False, "context_fn": self._replay.contexts}
+            module.gradient_checkpointing_enable(again)
         self._module = module
 
     def _open_groups(self, epoch: int) -> None:
@@ -192,7 +192,7 @@ class ModelTrainer:
         with self._bank.region():
             if self._engine is not None:
                 self._engine.destroy()
-            self._engine = self._module = self._checkpoint = None
+            self._engine = self._module = self._replay = self._checkpoint = None
             self._groups.forget()
             gc.collect()  # the engine and its hooks refer to each other
         self._returned = False
@@ -223,11 +223,13 @@ class ModelTrainer:
         there until something needs the live ones again.
         """
         layout = Layout(batch.tokens, batch.lengths, self.packing)
-        with self._using("logprobs", bank) as engine:
+        routes = None if batch.routes is None else layout.arrange(batch.routes[:, :-1], fill=-1)
+        with self._using("logprobs", bank) as engine, self._replay.taking(routes) as taken:
             logits = engine.forward(layout.inputs, layout.positions).float() / temperature
         chosen = logits.gather(-1, layout.targets[..., None]).squeeze(-1)
         spread = layout.restore(entropy(logits)) if with_entropy else None
-        return Scores(layout.restore(chosen - logits.logsumexp(-1)), spread)
+        rerouted = None if taken is None else layout.restore(taken.rerouted)
+        return Scores(layout.restore(chosen - logits.logsumexp(-1)), spread, rerouted)
 
     def values(self, batch: Batch) -> torch.Tensor:
         """``[batch, time]`` float32: index t is the head's output at position t - 1."""
@@ -240,6 +242,7 @@ class ModelTrainer:
         """Add a micro-batch's gradient; ``last`` marks the accumulation boundary."""
         with self._using("backward", "live", "optimizer") as engine:
             engine.backward(loss, last)
+        self._replay.check_recomputed(int(self._config.activation_checkpointing))
 
     def step(self) -> Mapping[str, float]:
         """Clip, update, clear the gradients; gives ``grad_norm`` and ``learning_rate``.
@@ -367,23 +370,6 @@ class ModelTrainer:
             yield folder
 
     # What everything above asks first
-
-    def _suspends(self, policy: GroupPolicy, backend: str) -> bool:
-        """Whether groups are suspended rather than destroyed."""
-        able = backend != "nccl" or can_suspend()
-        if policy == "suspend" and not able:
-            raise CapabilityMissing(
-                f"{self._name}: offload.groups: suspend needs NCCL 2.29.7 or newer, and an older "
-                "one is loaded. Preload a newer libnccl.so.2, or write offload.groups: destroy"
-            )
-        if policy != "auto":
-            return policy == "suspend"
-        # Measured on H200s, sleep, wake and the first collective: one rank 0.52 s destroyed and
-        # 0.27 s suspended; two 0.70 and 0.60 s, too little to keep what a peer's death breaks.
-        suspends = backend == "nccl" and able and self.world_size == 1
-        why = {"backend": backend, "nccl_can": able, "ranks": self.world_size}
-        log.info("groups of a sleeper", worker=self._name, suspended=suspends, **why)
-        return suspends
 
     def _no_reference(self) -> Reference:
         return Reference(self._bank, self._name, lambda: list(weights_of(self._module)))

@@ -98,6 +98,7 @@ class Context:
             version=completion.version,
             status=status,
             text=str(text),
+            routes=completion.routes,
         )
 
 

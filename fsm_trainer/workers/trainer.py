@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from fsm_trainer.algorithms.config import PolicyConfig, PPOConfig, WarmupConfig
 from fsm_trainer.data.durable import Seal, seal
 from fsm_trainer.data.models import load_tokenizer, pad_token
+from fsm_trainer.data.routing import Routing
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.data.trajectory import Trajectory
 from fsm_trainer.groups.lease import Lease
@@ -23,7 +25,7 @@ from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
 from fsm_trainer.training.batch import collate
 from fsm_trainer.training.config import ChecksConfig, ScheduleConfig, TrainerConfig
-from fsm_trainer.training.ppo import Advantages, critic_update, policy_update
+from fsm_trainer.training.ppo import Advantages, critic_update, free_routing, policy_update
 from fsm_trainer.training.stepdump import Told, dumping
 from fsm_trainer.training.trainer import ModelTrainer
 from fsm_trainer.training.warmup import Pair, warmup_steps
@@ -47,9 +49,12 @@ class TrainerHost(Host):
         threads: int,
         checkpoint: Path | None = None,
         returned: bool = False,
+        routing_replay: bool = False,
     ) -> None:
         torch.set_num_threads(threads)
         self.pad_token, self.seed = pad_token(load_tokenizer(tokenizer)), seed
+        # Where the tokenizer is, the run's model is: a critic's own is written by the warm-up.
+        self.routing = Routing.of(tokenizer) if routing_replay else None
         self.config, self.total_steps, self.threads = config, total_steps, threads
         self.trainer = ModelTrainer(
             self.head,
@@ -129,7 +134,8 @@ class CriticHost(TrainerHost):
         dump: Path | None = None,
     ) -> tuple[Advantages, dict[str, float]]:
         """Estimate advantages, then train towards the returns."""
-        batch = collate(trajectories, self.pad_token)
+        # Only the actor takes routes; but the critic is updated first, so it checks them too.
+        batch = replace(collate(trajectories, self.pad_token, self.routing), routes=None)
         told = self.told(step, config, checks, first=False)
         with dumping(dump, self.trainer, told, batch, None):
             advantages, metrics = critic_update(self.trainer, batch, config, self.generator(step))
@@ -231,7 +237,10 @@ class ActorHost(TrainerHost):
         first = not self.trainer.has_reference
         if first:
             self.trainer.snapshot_reference()
-        batch = collate(trajectories, self.pad_token)
+        batch = collate(trajectories, self.pad_token, self.routing)
+        every = checks.free_routing_every
+        due = batch.routes is not None and every and (first or (step - 1) % every == 0)
+        free = free_routing(self.trainer, batch, config.temperature) if due else {}
         gain = advantages.advantages if advantages is not None else None
         told = self.told(step, config, checks, first)
         with dumping(dump, self.trainer, told, batch, gain):
@@ -239,4 +248,4 @@ class ActorHost(TrainerHost):
                 self.trainer, batch, gain, config, self.generator(step), checks, first
             )
             told.metrics = metrics
-        return None, metrics | self.replicas(step, checks)
+        return None, metrics | free | self.replicas(step, checks)

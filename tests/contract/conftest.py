@@ -86,26 +86,28 @@ ON_CUDA = {
 }
 
 
-def embedded(name: str, model: Path, site: Site) -> Engine:
-    return EmbeddedEngine(
-        name, model, EmbeddedConfig(call_timeout=20, dtype=site.dtype, device=site.device)
+def embedded(name: str, model: Path, site: Site, routing_replay: bool = False) -> Engine:
+    config = EmbeddedConfig(
+        call_timeout=20, dtype=site.dtype, device=site.device, routing_replay=routing_replay
     )
+    return EmbeddedEngine(name, model, config)
 
 
-def sglang(name: str, model: Path, site: Site) -> Engine:
+def sglang(name: str, model: Path, site: Site, routing_replay: bool = False) -> Engine:
     config = SglangConfig(
         kind="sglang",
         call_timeout=20,
         dtype=site.dtype,
         device=site.device,
         memory_fraction=0.1 if site.cuda else None,
+        routing_replay=routing_replay,
         arguments=ON_CUDA if site.cuda else ON_CPU,
     )
     return SglangEngine(name, model, config)
 
 
 #: The suite is one; every engine that we have goes through it.
-ENGINES: dict[str, Callable[[str, Path, Site], Engine]] = {"embedded": embedded, "sglang": sglang}
+ENGINES: dict[str, Callable[..., Engine]] = {"embedded": embedded, "sglang": sglang}
 KINDS = [
     "embedded",
     pytest.param(
@@ -204,6 +206,12 @@ class Bench:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", TinyModelConfig(), seed=0)
+
+
+@pytest.fixture(scope="session")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = TinyModelConfig(layers=3, intermediate=48, experts=8)
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "moe", shape, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -63,11 +63,13 @@ def elsewhere(tiny: Path) -> Iterator[Elsewhere]:
     held.close()
 
 
-def test_what_a_server_lacks_is_named(elsewhere: Elsewhere, tiny: Path) -> None:
+def test_what_a_server_lacks_is_named(elsewhere: Elsewhere, tiny: Path, moe: Path) -> None:
     with pytest.raises(CapabilityMissing, match="lacks --tp-size 2"):
         elsewhere.engine(tiny, tensor_parallel=2).start()
     with pytest.raises(CapabilityMissing, match="lacks --dtype bfloat16"):
         elsewhere.engine(tiny, dtype="bfloat16").start()
+    with pytest.raises(CapabilityMissing, match="lacks --enable-return-routed-experts"):
+        elsewhere.engine(moe, routing_replay=True).start()
     assert elsewhere.answers()
 
 

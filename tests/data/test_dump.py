@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ MADE = Trajectory(
     text="3",
     reward=0.1,
     info={"exact": 0.0},
+    routes=np.arange(12, dtype=np.int32).reshape(2, 3, 2),
 )
 
 
@@ -32,8 +34,14 @@ def test_a_trajectory_is_read_back_bit_by_bit(tmp_path: Path) -> None:
     _, read = read_dump(dump_path(tmp_path, 4))
     for name in ("sample", "version", "status", "text", "reward", "info"):
         assert getattr(read, name) == getattr(MADE, name)
-    for name in ("tokens", "loss_mask", "logprobs"):
+    for name in ("tokens", "loss_mask", "logprobs", "routes"):
         assert getattr(read, name).tobytes() == getattr(MADE, name).tobytes()
+        assert getattr(read, name).shape == getattr(MADE, name).shape
+
+
+def test_a_trajectory_without_routes_is_read_back_without(tmp_path: Path) -> None:
+    write_dump(dump_path(tmp_path, 4), [replace(MADE, routes=None)])
+    assert read_dump(dump_path(tmp_path, 4))[0].routes is None
 
 
 def test_a_damaged_line_and_a_missing_file_are_named(tmp_path: Path) -> None:

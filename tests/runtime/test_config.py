@@ -236,6 +236,14 @@ MISTAKES = {
         "workers: 2", "engine: {kind: sglang, arguments: {port: 1}} # HERE",
         "rollout.engine.arguments", "port", "Use the field",
     ),
+    "routes of a dense model": Mistake(
+        "workers: 2", "engine:\n    routing_replay: true # HERE", "rollout.engine.routing_replay",
+        "True", "a mixture of experts",
+    ),
+    "fewer experts than a token has": Mistake(
+        "tiny: {hidden: 64", "tiny: # HERE\n   {experts: 1, hidden: 64", "model.tiny", "experts",
+        "at least",
+    ),
     "an engine that shares what it spans": Mistake(
         "rollout:\n", "cluster: {share_devices: true}\nrollout:\n"
         "  engine: {kind: sglang, tensor_parallel: 2} # HERE\n",
@@ -354,6 +362,17 @@ def test_weights_that_are_no_safetensors_are_a_mistake_not_a_crash(folder: Path)
 
     assert result.exit_code == 2
     assert "model.safetensors is not safetensors" in result.stderr
+
+
+def test_routes_of_a_dense_model_in_a_folder_are_a_mistake(folder: Path) -> None:
+    huge_model(folder / "dense")
+    (folder / "dense" / "config.json").write_text('{"model_type": "llama"}')
+    text = GOOD.replace("workers: 2", "engine: {routing_replay: true}")
+
+    said = run(folder, text, "--set", "model={path: dense}").stderr
+
+    assert said.startswith("run.yaml:13: rollout.engine.routing_replay: ")
+    assert "is a llama model: routes are replayed for qwen3_moe (given: True)" in said
 
 
 def test_weights_in_two_forms_are_counted_once(folder: Path) -> None:

@@ -442,7 +442,7 @@ class Dirty(PlainModel):
     def logprobs(self, batch: Batch, *args: Any, **kwargs: Any) -> Scores:
         clean = super().logprobs(batch, *args, **kwargs)
         logprobs, spread = (
-            None if x is None else x.masked_fill(batch.loss_mask == 0, math.nan) for x in clean
+            None if x is None else x.masked_fill(batch.loss_mask == 0, math.nan) for x in clean[:2]
         )
         assert logprobs is not None
         return Scores(logprobs, spread)

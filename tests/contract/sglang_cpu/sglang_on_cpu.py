@@ -1,4 +1,4 @@
-"""A plugin for SGLang (entry point ``sglang.srt.plugins``): per-request seeds on the CPU.
+"""A plugin for SGLang (entry point ``sglang.srt.plugins``): per-request seeds, routes on the CPU.
 
 SGLang ties them to its deterministic mode, whose kernels are Triton's. Here each has an equal in
 plain torch; so the sampler is SGLang's own, and only its arithmetic is replaced.
@@ -17,15 +17,22 @@ _WORD = 0xFFFFFFFF
 def apply() -> None:
     """Take torch_native for a deterministic backend, and give it the kernels that it lacks."""
     import sglang.srt.batch_invariant_ops as invariant
+    import sglang.srt.mem_cache.pool_host.common as pool
     from sglang.srt.arg_groups import choices
 
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     invariant.enable_batch_invariant_mode = _make_products_batch_invariant
+    # Routed experts are kept on the host, where a GPU would need the memory to be registered.
+    pool.ALLOC_MEMORY_FUNCS["cpu"] = _allocated
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     library.impl("murmur_hash32_cpu", _murmur, "CPU")
     _kept.append(library)
+
+
+def _allocated(shape: Any, dtype: Any, *_: object, allocator: Any, **__: object) -> torch.Tensor:
+    return allocator.allocate(shape, dtype=dtype, device="cpu")
 
 
 def _make_products_batch_invariant(*_: object, **__: object) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
+from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig, RLOOConfig
 from fsm_trainer.data.models import parameters
 from fsm_trainer.data.sources import JsonlConfig, read_set
 from fsm_trainer.document import Document, Key, nearest
@@ -95,7 +95,7 @@ class Checks:
         critic = Role.CRITIC in spec.roles
         if ppo != critic:
             has = "has a critic" if critic else "has no critic"
-            remedy = "Use algorithm.name: ppo with a critic's schedule, grpo with one without."
+            remedy = "Use algorithm.name: ppo with a critic, grpo, rloo or reinforce_pp without."
             raise self.fail("algorithm.name", f"doesn't fit schedule {name}, which {has}", remedy)
         if config.train_offload is not None and config.train_offload is not critic:
             word = "sleep in turn, because they share devices" if critic else "never sleep"
@@ -136,8 +136,9 @@ class Checks:
     def trajectories(self) -> None:
         """What a step generates, and what it is cut into."""
         config, rollout, algorithm = self.config, self.config.rollout, self.config.algorithm
-        if isinstance(algorithm, GRPOConfig) and rollout.copies < 2:
-            problem = "GRPO compares the trajectories of a prompt, so it needs at least 2"
+        if isinstance(algorithm, GRPOConfig | RLOOConfig) and rollout.copies < 2:
+            name = algorithm.name.upper()
+            problem = f"{name} compares the trajectories of a prompt, so it needs at least 2"
             raise self.fail("rollout.copies", problem, "Set rollout.copies: 8.")
         total = rollout.prompts * rollout.copies
         parts = {"algorithm.minibatches": algorithm.minibatches, "rollout.workers": rollout.workers}

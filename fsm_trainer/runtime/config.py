@@ -16,7 +16,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field
 
-from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig, WarmupConfig
+from fsm_trainer.algorithms.config import (
+    GRPOConfig,
+    PPOConfig,
+    ReinforcePPConfig,
+    RLOOConfig,
+    WarmupConfig,
+)
 from fsm_trainer.data.models import ModelSpec
 from fsm_trainer.data.rewards import RewardConfig
 from fsm_trainer.data.sources import DataConfig
@@ -29,7 +35,9 @@ from fsm_trainer.machine.world import System
 from fsm_trainer.runtime.checks import Checks
 from fsm_trainer.training.config import TrainerConfig
 
-AlgorithmConfig = Annotated[PPOConfig | GRPOConfig, Field(discriminator="name")]
+AlgorithmConfig = Annotated[
+    PPOConfig | GRPOConfig | RLOOConfig | ReinforcePPConfig, Field(discriminator="name")
+]
 
 
 class RoleConfig(TrainerConfig, extra="forbid", frozen=True):

@@ -1,4 +1,4 @@
-"""PPO with a critic, and GRPO without: one step's update, top to bottom.
+"""PPO with a critic, and without one GRPO, RLOO and REINFORCE++: one step's update, top to bottom.
 
 Every rank of a role calls the same function with the same batch (all of the step's trajectories),
 settings and generator state; each computes its share. A minibatch's loss is a mean over all of its
@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
-from fsm_trainer.algorithms.advantages import gae, group_advantages
-from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
+from fsm_trainer.algorithms.advantages import critic_free, gae, token_rewards
+from fsm_trainer.algorithms.config import PolicyConfig, PPOConfig
+from fsm_trainer.algorithms.correction import engine_correction
 from fsm_trainer.algorithms.kl import kl
 from fsm_trainer.algorithms.losses import PolicyLoss, policy_loss, value_loss
 from fsm_trainer.algorithms.masked import keep, masked_max, masked_mean, whiten
@@ -44,19 +45,22 @@ def critic_update(
     epochs = draw_epochs(config.critic_epochs, config.minibatches, batch.lengths, generator, model)
     mask = batch.loss_mask
     (old_values,) = _table(model, batch, epochs[0], lambda part: (model.values(part),))
-    advantages = gae(batch.rewards, old_values, mask, config.gamma, config.lam)
+    rewards = token_rewards(batch.rewards, torch.zeros_like(mask), mask)
+    advantages = gae(rewards, old_values, mask, config.gamma, config.lam)
     returns = keep(advantages + old_values, mask)
 
     tally = Tally()
     for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
-        for part in parts(batch, minibatch, config.aggregation, model.device, old_values, returns):
+        tables, length = (old_values, returns), config.aggregation_length
+        walked = parts(batch, minibatch, config.aggregation, model.device, *tables, length=length)
+        for part in walked:
             old, target = part.tables
             values = model.values(part.batch)
             errors = value_loss(values, old, target, part.batch.loss_mask, config.value_clip)
             loss = (part.weights * errors.loss).sum()
             model.backward(loss * model.world_size, part.last)
             tally.add("critic/loss", loss)
-            tally.add("critic/clip_fraction", (part.weights * errors.clipped).sum())
+            tally.add("critic/clip_fraction", (part.shares * errors.clipped).sum())
         tally.stepped(model.step())
 
     metrics = {
@@ -70,14 +74,15 @@ def critic_update(
 def actor_update(
     model: ModelPort,
     batch: Batch,
-    advantages: torch.Tensor,
+    advantages: torch.Tensor | None,
     config: PolicyConfig,
     generator: torch.Generator,
 ) -> dict[str, float]:
     """Train the policy on ``advantages``, ``[batch, time]``; both are on the CPU, all rows.
 
-    Gives the same metrics on every rank: ``train/``, ``check/`` and ``rollout/`` ones describe the
-    batch under the policy as it was before the update.
+    Without a critic there are none yet: they follow from the rewards. Gives the same metrics on
+    every rank: ``train/``, ``check/`` and ``rollout/`` ones describe the batch under the policy as
+    it was before the update.
     """
     epochs = draw_epochs(config.epochs, config.minibatches, batch.lengths, generator, model)
     mask = batch.loss_mask
@@ -86,22 +91,36 @@ def actor_update(
     temperature, passes = config.temperature, partial(_table, model, batch, epochs[0])
     old, entropy = passes(lambda part: model.logprobs(part, temperature, with_entropy=True))
     (reference,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
+    if advantages is None:
+        penalties = reward_penalties(old, reference, mask, config)
+        advantages = critic_free(batch.rewards, penalties, mask, batch.groups, config)
     measured = _measure(batch, old, reference, entropy, advantages)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
+    if config.engine_correction is not None:
+        # On the advantages: the surrogate is linear in them, and the KL keeps its weight.
+        found = engine_correction(old, batch.engine_logprobs, mask, config.engine_correction)
+        advantages = advantages * found.weights
+        measured["check/engine_weight_mean"] = float(masked_mean(found.weights, mask))
+        measured["check/engine_corrected"] = float(masked_mean(found.changed.float(), mask))
+    in_loss = config.kl_coefficient if config.kl_in == "loss" else 0.0
 
     tally = Tally()
     for number, minibatch in enumerate(minibatch for epoch in epochs for minibatch in epoch):
-        tables = (old, reference, advantages)
-        for part in parts(batch, minibatch, config.aggregation, model.device, *tables):
+        tables, length = (old, reference, advantages), config.aggregation_length
+        walked = parts(batch, minibatch, config.aggregation, model.device, *tables, length=length)
+        for part in walked:
             before, anchor, gain = part.tables
             here = part.batch.loss_mask
             with_entropy = config.entropy_coefficient > 0
             scores = model.logprobs(part.batch, temperature, with_entropy=with_entropy)
-            surrogate = policy_loss(scores.logprobs, before, gain, here, config.clip)
+            surrogate = policy_loss(
+                scores.logprobs, before, gain, here,
+                config.clip, config.clip_high, config.dual_clip, config.ratio,
+            )  # fmt: skip
             # Masked first: the estimators are not linear, so garbage would reach the gradient.
             penalty = kl(keep(scores.logprobs, here), keep(anchor, here), config.kl_estimator)
-            loss = (part.weights * (surrogate.loss + config.kl_coefficient * penalty)).sum()
+            loss = (part.weights * (surrogate.loss + in_loss * penalty)).sum()
             if scores.entropy is not None:
                 bonus = (part.weights * keep(scores.entropy, here)).sum()
                 loss = loss - config.entropy_coefficient * bonus
@@ -110,18 +129,20 @@ def actor_update(
                 tally.peak("check/ratio_drift", surrogate.log_ratio.abs().max())
             tally.add("actor/loss", loss)
             tally.add("actor/kl_loss", (part.weights * penalty).sum())
-            _tally_ratios(tally, part.weights, surrogate)
+            tally.add("actor/policy_loss", (part.weights * surrogate.loss).sum())
+            _tally_ratios(tally, part.shares, surrogate)
         tally.stepped(model.step())
     return measured | tally.reduce(model, "actor")
 
 
-def grpo_update(
-    model: ModelPort, batch: Batch, config: GRPOConfig, generator: torch.Generator
-) -> dict[str, float]:
-    """Train the policy on advantages over each row's group; otherwise as :func:`actor_update`."""
-    advantages = group_advantages(batch.rewards, batch.groups, normalize_std=config.normalize_std)
-    spread = keep(advantages[:, None].expand_as(batch.loss_mask), batch.loss_mask)
-    return actor_update(model, batch, spread, config, generator)
+def reward_penalties(
+    logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, config: PolicyConfig
+) -> torch.Tensor:
+    """Return what the KL takes from each token's reward, ``[batch, time]``; 0 in the loss."""
+    if config.kl_in == "loss":
+        return torch.zeros_like(logprobs)
+    ours, theirs = keep(logprobs, mask), keep(reference, mask)
+    return config.kl_coefficient * kl(ours, theirs, config.kl_estimator)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
@@ -159,14 +180,13 @@ def _measure(
     return {name: float(figure) for name, figure in figures.items()}
 
 
-def _tally_ratios(tally: Tally, weights: torch.Tensor, surrogate: PolicyLoss) -> None:
+def _tally_ratios(tally: Tally, shares: torch.Tensor, surrogate: PolicyLoss) -> None:
     log_ratio = surrogate.log_ratio
     # The old policy sampled, so it is KL[old, new] that these tokens estimate.
     moved = kl(torch.zeros_like(log_ratio), log_ratio, "k3")
-    tally.add("actor/policy_loss", (weights * surrogate.loss).sum())
-    tally.add("actor/clip_fraction", (weights * surrogate.clipped).sum())
-    tally.add("actor/ratio_mean", (weights * log_ratio.exp()).sum())
-    tally.add("actor/kl_old", (weights * moved).sum())
+    tally.add("actor/clip_fraction", (shares * surrogate.clipped).sum())
+    tally.add("actor/ratio_mean", (shares * log_ratio.exp()).sum())
+    tally.add("actor/kl_old", (shares * moved).sum())
     tally.peak("actor/ratio_max", log_ratio.max().exp())
     tally.peak("actor/ratio_inverse_max", (-log_ratio).max().exp())
 

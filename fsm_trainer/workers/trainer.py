@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig, WarmupConfig
+from fsm_trainer.algorithms.config import PolicyConfig, PPOConfig, WarmupConfig
 from fsm_trainer.data.durable import Seal, seal
 from fsm_trainer.data.models import load_tokenizer, pad_token
 from fsm_trainer.data.seeds import derive
@@ -23,7 +23,7 @@ from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
 from fsm_trainer.training.batch import collate
 from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
-from fsm_trainer.training.ppo import Advantages, actor_update, critic_update, grpo_update
+from fsm_trainer.training.ppo import Advantages, actor_update, critic_update
 from fsm_trainer.training.trainer import ModelTrainer
 from fsm_trainer.training.warmup import Pair, warmup_steps
 from fsm_trainer.workers.effects import Effects
@@ -188,13 +188,9 @@ class ActorHost(TrainerHost):
         config: PolicyConfig,
         step: int,
     ) -> tuple[None, dict[str, float]]:
-        """One step of PPO or GRPO; the first one freezes the reference."""
+        """One step of the algorithm; the first one freezes the reference."""
         if not self.trainer.has_reference:
             self.trainer.snapshot_reference()
         batch = collate(trajectories, self.pad_token)
-        generator = self.generator(step)
-        if isinstance(config, GRPOConfig):
-            return None, grpo_update(self.trainer, batch, config, generator)
-        if advantages is None:
-            raise ValueError("PPO needs the critic's advantages")
-        return None, actor_update(self.trainer, batch, advantages.advantages, config, generator)
+        found = None if advantages is None else advantages.advantages
+        return None, actor_update(self.trainer, batch, found, config, self.generator(step))

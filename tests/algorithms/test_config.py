@@ -11,7 +11,14 @@ import pytest
 from pydantic import ValidationError
 
 from fsm_trainer.algorithms import config
-from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
+from fsm_trainer.algorithms.config import (
+    CorrectionConfig,
+    GRPOConfig,
+    PolicyConfig,
+    PPOConfig,
+    ReinforcePPConfig,
+    RLOOConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +33,13 @@ from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
         {"temperature": 0.0},
         {"aggregation": "mean"},
         {"value_clip": 0.0},
+        {"clip_high": 0.0},
+        {"dual_clip": 1.0},
+        {"ratio": "product"},
+        {"kl_in": "advantage"},
+        {"aggregation_length": 0},
+        {"aggregation": "constant"},
+        {"aggregation_length": 8},
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
@@ -33,9 +47,18 @@ def test_a_setting_that_cannot_work_is_refused_by_name(wrong: dict[str, object])
         PPOConfig.model_validate(wrong)
 
 
-def test_grpo_knows_no_critic() -> None:
+@pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig, ReinforcePPConfig])
+def test_what_has_no_critic_knows_none(kind: type[PolicyConfig]) -> None:
     with pytest.raises(ValidationError, match="lam"):
-        GRPOConfig.model_validate({"lam": 0.9})
+        kind.model_validate({"lam": 0.9})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"high": 0.9}, {"low": 1.1, "kind": "mask"}, {"low": 0.5}, {"level": "geometric"}]
+)
+def test_a_correction_that_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        CorrectionConfig.model_validate(wrong)
 
 
 def test_each_field_has_a_docstring_under_it() -> None:

@@ -116,7 +116,7 @@ MISTAKES = {
     ),
     "a key of the other algorithm": Mistake(
         "minibatches: 2", "normalize_std: true # HERE", "algorithm.normalize_std", "True",
-        "minibatches, name, temperature,",
+        "minibatches, name, ratio, temperature,",
     ),
     "not a whole number": Mistake("steps: 4", "steps: few # HERE", "steps", "'few'", "whole"),
     "half a step": Mistake("steps: 4", "steps: 4.5 # HERE", "steps", "4.5", "whole number"),

@@ -17,7 +17,7 @@ from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
 from fsm_trainer.data.trajectory import Sample, Status, Trajectory
 from fsm_trainer.machine.version import Version
 from fsm_trainer.training.batch import Batch, collate
-from fsm_trainer.training.ppo import actor_update, critic_update, grpo_update
+from fsm_trainer.training.ppo import actor_update, critic_update
 from tests.training.ranks import VOCABULARY, Rank, checksum, finish, make_model
 
 RATE, CLIP_NORM, UPDATES, WORLDS = 1e-3, 1.0, 2, (1, 2, 4)
@@ -86,7 +86,7 @@ def update(rank: Rank, models: dict[str, Path], case: dict[str, Any]) -> dict[st
             elif role == "actor":
                 figures = actor_update(trainer, batch, gains[step], PPO, rng(step))
             else:
-                figures = grpo_update(trainer, batch, GRPO, rng(step))
+                figures = actor_update(trainer, batch, None, GRPO, rng(step))
             metrics.append(figures)
         # Not in the arena of a gathered parameter, which the next one takes over.
         weights = {name: t.float().clone() for name, t in trainer.named_weights()}

@@ -140,6 +140,9 @@ class Checks:
             name = algorithm.name.upper()
             problem = f"{name} compares the trajectories of a prompt, so it needs at least 2"
             raise self.fail("rollout.copies", problem, "Set rollout.copies: 8.")
+        if rollout.filter_rounds and rollout.copies < 2:
+            problem = "a group of one trajectory has equal rewards: all would be dropped"
+            raise self.fail("rollout.filter_rounds", problem, "Set rollout.copies: 8, or write 0.")
         total = rollout.prompts * rollout.copies
         parts = {"algorithm.minibatches": algorithm.minibatches, "rollout.workers": rollout.workers}
         for field in (field for field, number in parts.items() if number > total):

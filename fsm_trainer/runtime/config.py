@@ -61,6 +61,10 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True):
     """Prompts of a step."""
     copies: int = Field(default=1, ge=1)
     """Trajectories of each prompt: a group."""
+    filter_rounds: int = Field(default=0, ge=0)
+    """At 0 every group is trained on. Else groups whose rewards are all equal are dropped, and as
+    many prompts drawn in their place, in at most so many rounds with the first (DAPO's dynamic
+    sampling); a step that is still short trains on what it has."""
     max_new_tokens: int = Field(default=64, ge=1)
     """The most tokens that the policy adds in one turn."""
     generate: str = Field(

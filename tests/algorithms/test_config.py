@@ -6,8 +6,10 @@ import ast
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from fsm_trainer.algorithms import config
@@ -59,6 +61,15 @@ def test_what_has_no_critic_knows_none(kind: type[PolicyConfig]) -> None:
 def test_a_correction_that_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         CorrectionConfig.model_validate(wrong)
+
+
+def test_the_combinations_in_the_docs_are_configurations() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    blocks = text.partition("```yaml")[2].partition("```")[0].strip().splitlines()
+    assert len(blocks) == 4
+
+    for line in blocks:
+        GRPOConfig.model_validate(yaml.safe_load(line)["algorithm"])
 
 
 def test_each_field_has_a_docstring_under_it() -> None:

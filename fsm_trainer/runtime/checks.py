@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 RELATIVE = "Paths in the file are relative to it, those of --set to the working folder."
 
 
-def default_schedule(algorithm: str) -> str:
+def default_schedule(algorithm: str, kl_in: str = "loss") -> str:
     """The schedule of a run that names none."""
-    return "disaggregated_critic" if algorithm == "ppo" else "disaggregated"
+    critic = "disaggregated_critic_score" if kl_in == "reward" else "disaggregated_critic"
+    return critic if algorithm == "ppo" else "disaggregated"
 
 
 class Checks:
@@ -77,7 +78,7 @@ class Checks:
         ppo = isinstance(config.algorithm, PPOConfig)
         name = config.schedule
         if name is None:
-            name = default_schedule(config.algorithm.name)
+            name = default_schedule(config.algorithm.name, config.algorithm.kl_in)
             notes.append(f"schedule: {name} (algorithm: {config.algorithm.name})")
         if self.states is not None and not (self.states / "system.yaml").is_file():
             remedy = "Give a folder of tables, such as a changed copy of states/."
@@ -97,6 +98,15 @@ class Checks:
             has = "has a critic" if critic else "has no critic"
             remedy = "Use algorithm.name: ppo with a critic, grpo, rloo or reinforce_pp without."
             raise self.fail("algorithm.name", f"doesn't fit schedule {name}, which {has}", remedy)
+        scores = spec.schedule.facts.get("kl_in_reward", False)
+        if critic and scores != (config.algorithm.kl_in == "reward"):
+            has = (
+                "the actor scores before the critic"
+                if scores
+                else "nobody scores before the critic"
+            )
+            remedy = "Write reward with schedule disaggregated_critic_score, loss with another."
+            raise self.fail("algorithm.kl_in", f"doesn't fit schedule {name}: {has}", remedy)
         if config.train_offload is not None and config.train_offload is not critic:
             word = "sleep in turn, because they share devices" if critic else "never sleep"
             problem = f"contradicts schedule {name}, in which the trainers {word}"

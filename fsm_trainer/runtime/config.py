@@ -211,7 +211,7 @@ class Run:
         """Those of a sequence's phases that the run has."""
         skipped = {
             None: set() if self.warms_up else {"warm_up"},
-            Only.ROLLOUT: {"warm_up", "evaluate", "values", "train", "push"},
+            Only.ROLLOUT: {"warm_up", "evaluate", "score", "values", "train", "push"},
             Only.TRAIN: {"warm_up", "evaluate", "generate", "push"},
         }[self.only]
         return [name for name in names if self.spec.phases[name].action not in skipped]

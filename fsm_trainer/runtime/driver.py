@@ -54,6 +54,8 @@ class Progress:
     groups: int = 0
     """Groups that were left of them."""
     batch: Any = None
+    scored: Any = None
+    """The actor's log-probabilities, where the critic needs them first."""
     advantages: Any = None
     saved: dict[str, Any] = field(default_factory=dict)
     """The seals of what each role has written into the step's checkpoint."""
@@ -88,6 +90,7 @@ class Driver:
             "generate": self._generate,
             "evaluate": self._evaluate,
             "warm_up": self._warm_up,
+            "score": self._score,
             "values": self._values,
             "train": self._train,
             "push": self.push,
@@ -295,16 +298,22 @@ class Driver:
         results = await self.reconciler.act("warm_up", arguments)
         log.info("warmed up", **results["actor"].value)
 
-    async def _values(self) -> None:
+    async def _score(self) -> None:
         arguments = (self.progress.batch, self.config.algorithm, self.progress.step)
+        results = await self.reconciler.act("score", {"actor": arguments})
+        self.progress.scored = results["actor"].payload
+
+    async def _values(self) -> None:
+        progress = self.progress
+        arguments = (progress.batch, self.config.algorithm, progress.step, progress.scored)
         results = await self.reconciler.act("values", {"critic": arguments})
         self.progress.advantages = results["critic"].payload
         self.progress.numbers |= results["critic"].value
         await self._save("critic")
 
     async def _train(self) -> None:
-        step, batch = self.progress.step, self.progress.batch
-        arguments = (batch, self.progress.advantages, self.config.algorithm, step)
+        step, batch, scored = self.progress.step, self.progress.batch, self.progress.scored
+        arguments = (batch, self.progress.advantages, self.config.algorithm, step, scored)
         results = await self.reconciler.act("train", {"actor": arguments})
         self.progress.numbers |= results["actor"].value
         self._check_first(step)

@@ -35,17 +35,34 @@ class Advantages:
     """What the values are trained towards."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """The batch under the policy before its update; ``[batch, time]`` float32 on the CPU."""
+
+    old: torch.Tensor
+    """Log-probabilities by the policy."""
+    entropy: torch.Tensor
+    """The policy's, in nats."""
+    reference: torch.Tensor
+    """Log-probabilities by the reference."""
+
+
 def critic_update(
-    model: ModelPort, batch: Batch, config: PPOConfig, generator: torch.Generator
+    model: ModelPort,
+    batch: Batch,
+    config: PPOConfig,
+    generator: torch.Generator,
+    scored: Scored | None = None,
 ) -> tuple[Advantages, dict[str, float]]:
     """Estimate advantages with the critic as it is, then train it; ``batch`` is on the CPU.
 
-    Gives the same advantages (of every row) and metrics on every rank.
+    With the KL in the reward it needs what the actor ``scored``. Gives the same advantages (of
+    every row) and metrics on every rank.
     """
     epochs = draw_epochs(config.critic_epochs, config.minibatches, batch.lengths, generator, model)
     mask = batch.loss_mask
     (old_values,) = _table(model, batch, epochs[0], lambda part: (model.values(part),))
-    rewards = token_rewards(batch.rewards, torch.zeros_like(mask), mask)
+    rewards = token_rewards(batch.rewards, reward_penalties(scored, mask, config), mask)
     advantages = gae(rewards, old_values, mask, config.gamma, config.lam)
     returns = keep(advantages + old_values, mask)
 
@@ -71,28 +88,39 @@ def critic_update(
     return Advantages(advantages, returns), metrics | tally.reduce(model, "critic")
 
 
+def score(
+    model: ModelPort, batch: Batch, config: PolicyConfig, generator: torch.Generator
+) -> Scored:
+    """Return the batch's log-probabilities, with the generator as the update will get it."""
+    epochs = draw_epochs(config.epochs, config.minibatches, batch.lengths, generator, model)
+    # In the first epoch's own micro-batches: shapes are those of the gradient pass, so the first
+    # ratio is 1 to the last bit, and a drift means a fault rather than another reduction order.
+    temperature, passes = config.temperature, partial(_table, model, batch, epochs[0])
+    old, entropy = passes(lambda part: model.logprobs(part, temperature, with_entropy=True))
+    (reference,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
+    return Scored(old, entropy, reference)
+
+
 def actor_update(
     model: ModelPort,
     batch: Batch,
     advantages: torch.Tensor | None,
     config: PolicyConfig,
     generator: torch.Generator,
+    scored: Scored | None = None,
 ) -> dict[str, float]:
     """Train the policy on ``advantages``, ``[batch, time]``; both are on the CPU, all rows.
 
-    Without a critic there are none yet: they follow from the rewards. Gives the same metrics on
-    every rank: ``train/``, ``check/`` and ``rollout/`` ones describe the batch under the policy as
-    it was before the update.
+    Without a critic there are none yet: they follow from the rewards. What was ``scored`` for the
+    critic is not computed again. Gives the same metrics on every rank: ``train/``, ``check/`` and
+    ``rollout/`` ones describe the batch under the policy as it was before the update.
     """
+    scored = scored or score(model, batch, config, generator.clone_state())
+    old, entropy, reference = scored.old, scored.entropy, scored.reference
     epochs = draw_epochs(config.epochs, config.minibatches, batch.lengths, generator, model)
-    mask = batch.loss_mask
-    # In the first epoch's own micro-batches: shapes are those of the gradient pass, so the first
-    # ratio is 1 to the last bit, and a drift means a fault rather than another reduction order.
-    temperature, passes = config.temperature, partial(_table, model, batch, epochs[0])
-    old, entropy = passes(lambda part: model.logprobs(part, temperature, with_entropy=True))
-    (reference,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
+    mask, temperature = batch.loss_mask, config.temperature
     if advantages is None:
-        penalties = reward_penalties(old, reference, mask, config)
+        penalties = reward_penalties(scored, mask, config)
         advantages = critic_free(batch.rewards, penalties, mask, batch.groups, config)
     measured = _measure(batch, old, reference, entropy, advantages)
     if config.whiten_advantages:
@@ -136,12 +164,17 @@ def actor_update(
 
 
 def reward_penalties(
-    logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, config: PolicyConfig
+    scored: Scored | None, mask: torch.Tensor, config: PolicyConfig
 ) -> torch.Tensor:
-    """Return what the KL takes from each token's reward, ``[batch, time]``; 0 in the loss."""
+    """Return what the KL takes from each token's reward, ``[batch, time]``; in the loss, nothing.
+
+    Raises ValueError if it is in the reward and nothing was scored.
+    """
     if config.kl_in == "loss":
-        return torch.zeros_like(logprobs)
-    ours, theirs = keep(logprobs, mask), keep(reference, mask)
+        return torch.zeros_like(mask)
+    if scored is None:
+        raise ValueError("with the KL in the reward the critic needs what the actor scored")
+    ours, theirs = keep(scored.old, mask), keep(scored.reference, mask)
     return config.kl_coefficient * kl(ours, theirs, config.kl_estimator)
 
 

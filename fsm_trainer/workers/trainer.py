@@ -23,7 +23,7 @@ from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
 from fsm_trainer.training.batch import collate
 from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
-from fsm_trainer.training.ppo import Advantages, actor_update, critic_update
+from fsm_trainer.training.ppo import Advantages, Scored, actor_update, critic_update, score
 from fsm_trainer.training.trainer import ModelTrainer
 from fsm_trainer.training.warmup import Pair, warmup_steps
 from fsm_trainer.workers.effects import Effects
@@ -94,11 +94,15 @@ class CriticHost(TrainerHost):
         """A critic on the actor's devices has no link."""
 
     def do_values(
-        self, trajectories: Sequence[Trajectory], config: PPOConfig, step: int
+        self,
+        trajectories: Sequence[Trajectory],
+        config: PPOConfig,
+        step: int,
+        scored: Scored | None,
     ) -> tuple[Advantages, dict[str, float]]:
         """Estimate advantages, then train towards the returns."""
         batch = collate(trajectories, self.pad_token)
-        return critic_update(self.trainer, batch, config, self.generator(step))
+        return critic_update(self.trainer, batch, config, self.generator(step), scored)
 
 
 class ActorHost(TrainerHost):
@@ -181,16 +185,27 @@ class ActorHost(TrainerHost):
         self.trainer.export(folder)
         return None, metrics
 
+    def do_score(
+        self, trajectories: Sequence[Trajectory], config: PolicyConfig, step: int
+    ) -> tuple[Scored, dict[str, float]]:
+        """Log-probabilities of actor and reference; the first time freezes the reference."""
+        if not self.trainer.has_reference:
+            self.trainer.snapshot_reference()
+        batch = collate(trajectories, self.pad_token)
+        return score(self.trainer, batch, config, self.generator(step)), {}
+
     def do_train(
         self,
         trajectories: Sequence[Trajectory],
         advantages: Advantages | None,
         config: PolicyConfig,
         step: int,
+        scored: Scored | None,
     ) -> tuple[None, dict[str, float]]:
         """One step of the algorithm; the first one freezes the reference."""
         if not self.trainer.has_reference:
             self.trainer.snapshot_reference()
         batch = collate(trajectories, self.pad_token)
         found = None if advantages is None else advantages.advantages
-        return None, actor_update(self.trainer, batch, found, config, self.generator(step))
+        generator = self.generator(step)
+        return None, actor_update(self.trainer, batch, found, config, generator, scored)

@@ -17,7 +17,7 @@ from fsm_trainer.algorithms.advantages import gae, token_rewards
 from fsm_trainer.algorithms.config import KLEstimator, PPOConfig
 from fsm_trainer.algorithms.losses import policy_loss, value_loss
 from fsm_trainer.algorithms.masked import token_weights, whiten
-from fsm_trainer.training.ppo import reward_penalties
+from fsm_trainer.training.ppo import Scored, reward_penalties
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_ppo.json").read_text())
 SET = GOLDEN["settings"]
@@ -47,7 +47,8 @@ def test_advantages_with_the_kl_in_the_reward_are_trls(case: tuple[KLEstimator, 
     assert 0 < mask.sum() < longer.sum() < mask.numel(), "some responses must end early"
     config = PPOConfig(kl_in="reward", kl_coefficient=SET["kl_coef"], kl_estimator=estimator)
 
-    penalties = reward_penalties(they["logprobs"], they["ref_logprobs"], mask, config)
+    scored = Scored(they["logprobs"], torch.zeros_like(mask), they["ref_logprobs"])
+    penalties = reward_penalties(scored, mask, config)
     rewards = token_rewards(they["scores"].flatten(), penalties, longer)
     advantages = gae(rewards, they["values"], longer, SET["gamma"], SET["lam"])
 

@@ -35,6 +35,7 @@ from fsm_trainer.training.ppo import (
     actor_update,
     critic_update,
     explained_variance,
+    score,
 )
 from fsm_trainer.training.warmup import Pair, warmup_steps
 
@@ -673,6 +674,50 @@ def test_with_the_kl_in_the_reward_it_lowers_advantages_and_is_not_in_the_loss(
 
     torch.testing.assert_close(models[0].gradients[0], models[1].gradients[0], atol=1e-6, rtol=0)
     assert metrics["actor/loss"] == pytest.approx(metrics["actor/policy_loss"], abs=1e-9)
+
+
+SCORED = PPOConfig(kl_in="reward", kl_estimator="k1", kl_coefficient=0.3, minibatches=2, lam=1.0)
+
+
+def apart() -> PlainModel:
+    """A policy that has left its reference."""
+    model = PlainModel(micro_batch=4)
+    with torch.no_grad():
+        model.reference.head.bias[2] += 0.7
+    return model
+
+
+def test_the_critic_learns_the_reward_less_the_kl_that_the_actor_scored() -> None:
+    # With lambda = gamma = 1 the return of token t is the reward less all penalties from t on.
+    batch, actor = sampled(2), apart()
+
+    scored = score(actor, batch, SCORED, rng())
+    found, _ = critic_update(PlainModel(), batch, SCORED, rng(), scored)
+
+    taken = 0.3 * (scored.old - scored.reference) * batch.loss_mask
+    returns = (batch.rewards[:, None] - taken.flip(1).cumsum(1).flip(1)) * batch.loss_mask
+    assert taken.abs().max() > 0.01
+    torch.testing.assert_close(found.returns, returns, rtol=0, atol=1e-6)
+
+
+def test_what_was_scored_is_what_the_update_would_have_computed() -> None:
+    batch, gain = sampled(2), advantages_for(sampled(2))
+    models = [apart(), apart()]
+
+    before = actor_update(models[0], batch, gain, SCORED, rng())
+    scored = score(models[1], batch, SCORED, rng())
+    passes = models[1].forward_rows
+    after = actor_update(models[1], batch, gain, SCORED, rng(), scored)
+
+    assert before == after
+    for left, right in zip(models[0].gradients, models[1].gradients, strict=True):
+        assert torch.equal(left, right)
+    assert models[0].forward_rows == models[1].forward_rows > passes
+
+
+def test_a_critic_that_was_told_no_scores_refuses_the_kl_in_the_reward() -> None:
+    with pytest.raises(ValueError, match="what the actor scored"):
+        critic_update(PlainModel(), sampled(2), SCORED, rng())
 
 
 def test_the_critic_takes_several_steps_for_each_of_the_actor() -> None:

@@ -10,6 +10,7 @@ import ast
 import inspect
 import json
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -260,6 +261,22 @@ def faults() -> str:
     return table(["result", "what", "median", "most"], rows)
 
 
+def curves() -> str:
+    """Held-out reward by step, of each algorithm: the mean over seeds, the least and the most."""
+    rows, steps = [], ["0", "15", "30", "45", "60"]
+    for name, result in results("learning-curves-*.json"):
+        found: dict[str, list[dict[str, Any]]] = {}
+        for run, one in result["runs"].items():
+            found.setdefault(run.rpartition("-")[0], []).append(one)
+        for algorithm, runs in found.items():
+            at = [[run["heldout"][step] for run in runs] for step in steps]
+            seen = [f"{statistics.fmean(x):.2f} ({min(x):.2f}–{max(x):.2f})" for x in at]
+            seconds = f"{statistics.fmean(run['seconds'] for run in runs):.0f} s"
+            rows.append([name, f"`{algorithm}`", str(len(runs)), *seen, seconds])
+    heads = ["result", "algorithm", "seeds", *(f"step {step}" for step in steps)]
+    return table([*heads, "a run takes"], rows)
+
+
 def mistakes() -> str:
     """Mistakes that the runtime's code could have, and which layers see each."""
     table_of = Path(__file__).parents[1] / "tests/patches/caught.yaml"
@@ -277,6 +294,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "configuration": configuration, "journal": lambda: fields(Entry),
     "metrics": lambda: fields(MetricsRow), "pushes": pushes,
     "reconnects": reconnects, "faults": faults, "sleeps": sleeps, "mistakes": mistakes,
+    "curves": curves,
 }  # fmt: skip
 
 

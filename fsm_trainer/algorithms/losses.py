@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from fsm_trainer.algorithms.config import Ratio
 from fsm_trainer.algorithms.masked import keep
 
 # exp(20) = 5e8 is clipped anyway; float32 overflows to inf at 88, and inf * 0 is NaN.
@@ -38,19 +39,42 @@ def policy_loss(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     clip: float,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    ratio: Ratio = "token",
 ) -> PolicyLoss:
     """Return PPO's clipped surrogate, negated, for each token; all ``[batch, time]``.
 
     Schulman et al. 2017, arXiv:1707.06347, equation 7:
-    ``-min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)``.
+    ``-min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)``. Another upper side of the clip is DAPO's
+    clip-higher, Yu et al. 2025, arXiv:2503.14476, section 3.1. The dual clip of Ye et al. 2019,
+    arXiv:1912.09729, lets the loss grow to ``-dual_clip A`` at most where A < 0.
     """
-    log_ratio = keep(logprobs - old_logprobs, mask).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    gain = keep(advantages, mask)
-    plain = ratio * gain
-    bounded = ratio.clamp(1 - clip, 1 + clip) * gain
-    loss = keep(-torch.minimum(plain, bounded), mask)
-    return PolicyLoss(loss, log_ratio.detach(), bounded.detach() < plain.detach())
+    log_ratio = log_ratios(logprobs, old_logprobs, mask, ratio)
+    ratios, gain = log_ratio.exp(), keep(advantages, mask)
+    plain = ratios * gain
+    bounded = ratios.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high)) * gain
+    least = torch.minimum(plain, bounded)
+    if dual_clip is not None:
+        least = torch.where(gain < 0, torch.maximum(least, dual_clip * gain), least)
+    return PolicyLoss(keep(-least, mask), log_ratio.detach(), least.detach() != plain.detach())
+
+
+def log_ratios(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.Tensor, level: Ratio
+) -> torch.Tensor:
+    """Return log(new / old policy) at each token, ``[batch, time]``; zeros in masked places.
+
+    ``token``: the token's own. ``sequence``: the sum over the row's tokens, at each of them
+    (Ahmadian et al. 2024, arXiv:2402.14740). ``geometric``: their mean (GSPO, Zheng et al. 2025,
+    arXiv:2507.18071, equation 7). Cut at 20 in absolute value.
+    """
+    found = keep(logprobs - old_logprobs, mask)
+    if level != "token":
+        total, count = found.sum(dim=1, keepdim=True), (mask != 0).sum(dim=1, keepdim=True)
+        whole = total if level == "sequence" else total / count.clamp(min=1)
+        found = keep(whole.expand_as(found), mask)
+    return found.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
 
 
 def value_loss(

@@ -46,17 +46,23 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def token_weights(
-    mask: torch.Tensor, aggregation: Aggregation, whole: torch.Tensor | None = None
+    mask: torch.Tensor,
+    aggregation: Aggregation,
+    whole: torch.Tensor | None = None,
+    length: int | None = None,
 ) -> torch.Tensor:
     """Return each place's share of a mean, float32 ``[batch, time]``; together they are 1.
 
     ``token``: every place counts alike. ``sequence``: every sequence that has any place counts
-    alike, and so do the places within it. ``whole`` is the mask of all that the mean is taken over,
-    where ``mask`` is only a part (whole sequences) of it: the mean doesn't depend on the parts.
+    alike, and so do the places within it. ``constant``: a place is ``1 / length`` of a sequence,
+    however long that is, so the shares of short ones don't add up to 1 (Liu et al. 2025,
+    arXiv:2503.20783, section 3.2). ``whole`` is the mask of all that the mean is taken over, where
+    ``mask`` is only a part (whole sequences) of it: the mean doesn't depend on the parts.
     """
     counts = (mask != 0).double()
     total = counts if whole is None else (whole != 0).double()
     if aggregation == "token":
         return (counts / total.sum().clamp(min=1)).float()
     sequences = (total.sum(dim=1) > 0).sum().clamp(min=1)
-    return (counts / counts.sum(dim=1, keepdim=True).clamp(min=1) / sequences).float()
+    tokens = counts.sum(dim=1, keepdim=True).clamp(min=1) if length is None else length
+    return (counts / tokens / sequences).float()

@@ -188,8 +188,9 @@ def _schedule_of(journal: Path, roles: Any) -> str:
         data = Document(config, ConfigError).data
         named = data.get("schedule") if isinstance(data, dict) else None
         algorithm = data.get("algorithm") if isinstance(data, dict) else None
-        name = algorithm.get("name", "ppo") if isinstance(algorithm, dict) else "ppo"
-        return str(named or default_schedule(name))
+        told = algorithm if isinstance(algorithm, dict) else {}
+        likely = default_schedule(told.get("name", "ppo"), told.get("kl_in", "loss"))
+        return str(named or likely)
     return default_schedule("ppo" if Role.CRITIC in list(roles) else "grpo")
 
 

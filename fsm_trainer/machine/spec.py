@@ -60,6 +60,7 @@ class Guarded(_Model):
 
     guard: GuardText = Field(default_factory=Guard)
     joint: str | None = None
+    when: str | None = None
 
 
 class Transition(Guarded):
@@ -68,7 +69,6 @@ class Transition(Guarded):
     trigger: Trigger
     source: State = Field(alias="from")
     dest: State = Field(alias="to")
-    when: str | None = None
 
 
 class Action(Guarded):
@@ -264,7 +264,9 @@ class _Role:
             if self.true(edge.when, "transitions", i, "when")
         }
         holds = {state: self.holds(file, state) for state in file.states}
-        table = RoleTable(file.role, holds, tuple(edges.values()), file.actions)
+        rows = file.actions.items()
+        actions = {n: row for n, row in rows if self.true(row.when, "actions", n, "when")}
+        table = RoleTable(file.role, holds, tuple(edges.values()), actions)
         _refuse(self.document, self.problems(table, edges))
         return table
 

@@ -12,13 +12,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
+from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig, RLOOConfig
 from fsm_trainer.data.models import parameters
 from fsm_trainer.data.routing import Routing
 from fsm_trainer.data.sources import JsonlConfig, read_set
@@ -27,6 +26,7 @@ from fsm_trainer.engines.config import EmbeddedConfig, SglangConfig
 from fsm_trainer.machine.errors import CapabilityMissing, ConfigError, DataError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.spec import Spec, load, schedules
+from fsm_trainer.runtime.naming import defined, find_module
 
 if TYPE_CHECKING:
     from fsm_trainer.runtime.config import RunConfig
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 RELATIVE = "Paths in the file are relative to it, those of --set to the working folder."
 
 
-def default_schedule(algorithm: str) -> str:
+def default_schedule(algorithm: str, kl_in: str = "loss") -> str:
     """The schedule of a run that names none."""
-    return "disaggregated_critic" if algorithm == "ppo" else "disaggregated"
+    critic = "disaggregated_critic_score" if kl_in == "reward" else "disaggregated_critic"
+    return critic if algorithm == "ppo" else "disaggregated"
 
 
 class Checks:
@@ -79,7 +80,7 @@ class Checks:
         ppo = isinstance(config.algorithm, PPOConfig)
         name = config.schedule
         if name is None:
-            name = default_schedule(config.algorithm.name)
+            name = default_schedule(config.algorithm.name, config.algorithm.kl_in)
             notes.append(f"schedule: {name} (algorithm: {config.algorithm.name})")
         if self.states is not None and not (self.states / "system.yaml").is_file():
             remedy = "Give a folder of tables, such as a changed copy of states/."
@@ -97,8 +98,17 @@ class Checks:
         critic = Role.CRITIC in spec.roles
         if ppo != critic:
             has = "has a critic" if critic else "has no critic"
-            remedy = "Use algorithm.name: ppo with a critic's schedule, grpo with one without."
+            remedy = "Use algorithm.name: ppo with a critic, grpo, rloo or reinforce_pp without."
             raise self.fail("algorithm.name", f"doesn't fit schedule {name}, which {has}", remedy)
+        scores = spec.schedule.facts.get("kl_in_reward", False)
+        if critic and scores != (config.algorithm.kl_in == "reward"):
+            has = (
+                "the actor scores before the critic"
+                if scores
+                else "nobody scores before the critic"
+            )
+            remedy = "Write reward with schedule disaggregated_critic_score, loss with another."
+            raise self.fail("algorithm.kl_in", f"doesn't fit schedule {name}: {has}", remedy)
         if config.train_offload is not None and config.train_offload is not critic:
             word = "sleep in turn, because they share devices" if critic else "never sleep"
             problem = f"contradicts schedule {name}, in which the trainers {word}"
@@ -152,9 +162,13 @@ class Checks:
     def trajectories(self) -> None:
         """What a step generates, and what it is cut into."""
         config, rollout, algorithm = self.config, self.config.rollout, self.config.algorithm
-        if isinstance(algorithm, GRPOConfig) and rollout.copies < 2:
-            problem = "GRPO compares the trajectories of a prompt, so it needs at least 2"
+        if isinstance(algorithm, GRPOConfig | RLOOConfig) and rollout.copies < 2:
+            name = algorithm.name.upper()
+            problem = f"{name} compares the trajectories of a prompt, so it needs at least 2"
             raise self.fail("rollout.copies", problem, "Set rollout.copies: 8.")
+        if rollout.filter_rounds and rollout.copies < 2:
+            problem = "a group of one trajectory has equal rewards: all would be dropped"
+            raise self.fail("rollout.filter_rounds", problem, "Set rollout.copies: 8, or write 0.")
         total = rollout.prompts * rollout.copies
         parts = {"algorithm.minibatches": algorithm.minibatches, "rollout.workers": rollout.workers}
         for field in (field for field, number in parts.items() if number > total):
@@ -261,14 +275,14 @@ class Checks:
     def function(self, at: str, name: str, *, asynchronous: bool = False) -> None:
         """A ``module:function`` must stand in the module's source; the module isn't imported."""
         module, _, function = name.partition(":")
-        found = _find_module(module)
+        found = find_module(module)
         if found is None:
             remedy = "Is its folder on PYTHONPATH, and the name spelled as it is imported?"
             raise self.fail(at, f"there is no module {module!r}", remedy)
         if found.origin is None or not found.origin.endswith(".py"):
             return
         try:
-            names = _defined(ast.parse(Path(found.origin).read_bytes(), found.origin).body)
+            names = defined(ast.parse(Path(found.origin).read_bytes(), found.origin).body)
         except SyntaxError as error:
             problem = f"{found.origin}:{error.lineno} is not Python: {error.msg}"
             raise self.fail(at, problem, "Correct the module.") from None
@@ -348,42 +362,6 @@ def _leaves(given: Any, value: Any, at: Key) -> Iterator[tuple[Key, Any, Any]]:
             yield from _leaves(one, inner, (*at, place))
     elif not isinstance(value, BaseModel):
         yield at, given, value
-
-
-def _find_module(name: str) -> ModuleSpec | None:
-    """Find a module without importing its packages, which would run a user's code here."""
-    first, *rest = name.split(".")
-    try:
-        found = importlib.util.find_spec(first)
-    except ValueError:
-        return None
-    whole, folders = first, list(found.submodule_search_locations or ()) if found else []
-    for part in rest:
-        whole = f"{whole}.{part}"
-        try:
-            found = PathFinder.find_spec(whole, folders)
-        except KeyError:  # a folder without __init__.py: Python asks its parent, not imported here
-            found = ModuleSpec(whole, None, is_package=True)
-        folders = [folder for f in folders if os.path.isdir(folder := os.path.join(f, part))]
-        if found is None:
-            return None
-    return found
-
-
-def _defined(body: Sequence[ast.AST]) -> dict[str, ast.AST]:
-    """The names that statements at the top of a module bind, also inside ``if`` and ``try``."""
-    names: dict[str, ast.AST] = {}
-    for node in body:
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                names[node.name] = node
-            case ast.Name(id=name, ctx=ast.Store()):
-                names[name] = node
-            case ast.alias(name=name, asname=other):
-                names[(other or name).partition(".")[0]] = node
-            case _:
-                names |= _defined(list(ast.iter_child_nodes(node)))
-    return names
 
 
 def _inside(value: Any, key: str | int) -> Any:

@@ -16,7 +16,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field
 
-from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig, WarmupConfig
+from fsm_trainer.algorithms.config import (
+    GRPOConfig,
+    PPOConfig,
+    ReinforcePPConfig,
+    RLOOConfig,
+    WarmupConfig,
+)
 from fsm_trainer.data.models import ModelSpec
 from fsm_trainer.data.rewards import RewardConfig
 from fsm_trainer.data.sources import DataConfig
@@ -29,7 +35,9 @@ from fsm_trainer.machine.world import System
 from fsm_trainer.runtime.checks import Checks
 from fsm_trainer.training.config import ChecksConfig, TrainerConfig
 
-AlgorithmConfig = Annotated[PPOConfig | GRPOConfig, Field(discriminator="name")]
+AlgorithmConfig = Annotated[
+    PPOConfig | GRPOConfig | RLOOConfig | ReinforcePPConfig, Field(discriminator="name")
+]
 
 
 class RoleConfig(TrainerConfig, extra="forbid", frozen=True):
@@ -53,6 +61,10 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True):
     """Prompts of a step."""
     copies: int = Field(default=1, ge=1)
     """Trajectories of each prompt: a group."""
+    filter_rounds: int = Field(default=0, ge=0)
+    """At 0 every group is trained on. Else groups whose rewards are all equal are dropped, and as
+    many prompts drawn in their place, in at most so many rounds with the first (DAPO's dynamic
+    sampling); a step that is still short trains on what it has."""
     max_new_tokens: int = Field(default=64, ge=1)
     """The most tokens that the policy adds in one turn."""
     generate: str = Field(
@@ -202,7 +214,7 @@ class Run:
         """Those of a sequence's phases that the run has."""
         skipped = {
             None: set() if self.warms_up else {"warm_up"},
-            Only.ROLLOUT: {"warm_up", "evaluate", "values", "train", "push"},
+            Only.ROLLOUT: {"warm_up", "evaluate", "score", "values", "train", "push"},
             Only.TRAIN: {"warm_up", "evaluate", "generate", "push"},
         }[self.only]
         return [name for name in names if self.spec.phases[name].action not in skipped]

@@ -33,6 +33,7 @@ from fsm_trainer.runtime.dispatch import Dispatcher
 from fsm_trainer.runtime.metrics import MetricsWriter, Stage
 from fsm_trainer.runtime.port import DataPort, Outcome, now
 from fsm_trainer.runtime.reconciler import ATTEMPTS, Reconciler, TrainerLost
+from fsm_trainer.workers.data import Kept
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +49,13 @@ class Progress:
     phases: dict[str, float] = field(default_factory=dict)
     dispatchers: dict[str, Dispatcher] = field(default_factory=dict)
     """What a phase has made so far; one that begins again makes only the rest."""
+    rounds: list[Any] = field(default_factory=list)
+    """Scored trajectories, where groups are filtered: what is left may take several rounds."""
+    groups: int = 0
+    """Groups that were left of them."""
     batch: Any = None
+    scored: Any = None
+    """The actor's log-probabilities, where the critic needs them first."""
     advantages: Any = None
     saved: dict[str, Any] = field(default_factory=dict)
     """The seals of what each role has written into the step's checkpoint."""
@@ -83,6 +90,7 @@ class Driver:
             "generate": self._generate,
             "evaluate": self._evaluate,
             "warm_up": self._warm_up,
+            "score": self._score,
             "values": self._values,
             "train": self._train,
             "push": self.push,
@@ -212,10 +220,31 @@ class Driver:
         return Dispatcher(parts, give, self.data.summary)
 
     async def _generate(self) -> None:
+        rollout, progress = self.config.rollout, self.progress
+        while True:
+            scored = await self._round(rollout.prompts - progress.groups)
+            if not rollout.filter_rounds:
+                break
+            progress.rounds.append(scored.payload)
+            found = await self.data.informative(progress.rounds)
+            kept: Kept = found.value
+            scored, progress.groups = Outcome(found.payload, kept.means), kept.groups
+            rounds = len(progress.rounds)
+            if kept.groups == rollout.prompts or rounds >= rollout.filter_rounds:
+                figures = {"groups": kept.groups, "dropped": kept.dropped, "rounds": rounds}
+                progress.numbers |= {f"rollout/{name}": float(n) for name, n in figures.items()}
+                progress.rounds, progress.groups = [], 0
+                break
+        self._take(scored)
+        if self.run.only is Only.ROLLOUT:
+            await self.data.dump(dump_path(self.folder, progress.step), scored.payload)
+
+    async def _round(self, prompts: int) -> Outcome:
+        """Trajectories of the next prompts, scored."""
         rollout, dispatchers = self.config.rollout, self.progress.dispatchers
         if "generate" not in dispatchers:
-            count = min(self._parts, rollout.prompts)
-            parts = await self.data.draw(rollout.prompts, rollout.copies, count)
+            count = min(self._parts, prompts)
+            parts = await self.data.draw(prompts, rollout.copies, count)
             seed = derive(self.config.seed, "rollout", self.progress.step)
             temperature = self.config.algorithm.temperature
             dispatchers["generate"] = self._dispatcher("generate", parts, temperature, seed)
@@ -223,9 +252,7 @@ class Driver:
         scored = await self.data.score([one.payload for one in made])
         del dispatchers["generate"]
         self.progress.tokens += sum(one.value for one in made)
-        self._take(scored)
-        if self.run.only is Only.ROLLOUT:
-            await self.data.dump(dump_path(self.folder, self.progress.step), scored.payload)
+        return scored
 
     async def _undump(self, step: int) -> None:
         self._take(await self.data.undump(dump_path(self.run.dump or self.folder, step)))
@@ -233,7 +260,9 @@ class Driver:
     def _take(self, scored: Outcome) -> None:
         """The step trains on these trajectories."""
         if not scored.value["count"]:
-            raise DataError(f"step {self.progress.step}: no trajectory came back whole")
+            equal = "all rewards of each group are equal. Raise rollout.filter_rounds or .copies"
+            why = equal if self.config.rollout.filter_rounds else "no trajectory came back whole"
+            raise DataError(f"step {self.progress.step}: {why}")
         self.progress.batch = scored.payload
         means = {f"reward/{k}": v for k, v in scored.value.items() if k != "count"}
         self.progress.numbers |= {**means, "train/reward": scored.value["reward"]}
@@ -269,10 +298,15 @@ class Driver:
         results = await self.reconciler.act("warm_up", arguments)
         log.info("warmed up", **results["actor"].value)
 
+    async def _score(self) -> None:
+        arguments = (self.progress.batch, self.config.algorithm, self.progress.step)
+        results = await self.reconciler.act("score", {"actor": arguments})
+        self.progress.scored = results["actor"].payload
+
     async def _values(self) -> None:
         progress, config = self.progress, self.config
-        arguments = (progress.batch, config.algorithm, progress.step, config.checks)
-        told = (*arguments, self._step_dump("critic"))
+        arguments = (progress.batch, config.algorithm, progress.step, progress.scored)
+        told = (*arguments, config.checks, self._step_dump("critic"))
         results = await self.reconciler.act("values", {"critic": told})
         self.progress.advantages = results["critic"].payload
         self.progress.numbers |= results["critic"].value
@@ -281,7 +315,7 @@ class Driver:
     async def _train(self) -> None:
         progress, config = self.progress, self.config
         arguments = (progress.batch, progress.advantages, config.algorithm, progress.step)
-        told = (*arguments, config.checks, self._step_dump("actor"))
+        told = (*arguments, progress.scored, config.checks, self._step_dump("actor"))
         results = await self.reconciler.act("train", {"actor": told})
         self.progress.numbers |= results["actor"].value
         await self._save("actor")

@@ -108,6 +108,10 @@ class DataPort(Protocol):
         """All trajectories with rewards, and means over them."""
         ...
 
+    async def informative(self, rounds: list[Any]) -> Outcome:
+        """What :meth:`score` gave, less groups of equal rewards; the value is a ``Kept``."""
+        ...
+
     async def warmup_pairs(self) -> Any:
         """A reference to what the warm-up learns."""
         ...

@@ -197,6 +197,10 @@ class RayData:
         """A reference to the scored trajectories, and means."""
         return await self._outcome("score", *payloads)
 
+    async def informative(self, rounds: list[Any]) -> Outcome:
+        """A reference to the trajectories that are left, and what was left out."""
+        return await self._outcome("informative", *rounds)
+
     async def dump(self, path: Path, payload: Any) -> None:
         """Write scored trajectories into a file."""
         await self._call("dump", path, payload)

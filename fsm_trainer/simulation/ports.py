@@ -18,7 +18,7 @@ from fsm_trainer.runtime.port import Outcome
 from fsm_trainer.simulation.faults import What
 from fsm_trainer.simulation.process import Batch, Crashed, Hung, Process, Weights
 from fsm_trainer.simulation.site import Site
-from fsm_trainer.workers.data import Summary
+from fsm_trainer.workers.data import Kept, Summary
 from fsm_trainer.workers.host import Status
 
 T = TypeVar("T")
@@ -244,6 +244,11 @@ class SimulatedData:
             self.site.violate(f"5: a step is made of {payloads}")
         whole = payloads[0]._replace(parts=frozenset(parts))
         return Outcome(whole, {"reward": 0.5, "count": float(len(parts))})
+
+    async def informative(self, rounds: list[Batch]) -> Outcome:
+        """Every group of the last round."""
+        groups = len(rounds[-1].parts)
+        return Outcome(rounds[-1], Kept({"reward": 0.5, "count": float(groups)}, groups, 0))
 
     async def warmup_pairs(self) -> Any:
         """Nothing to look at."""

@@ -191,22 +191,33 @@ async def _warm_up(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     return None, {}
 
 
-async def _values(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+async def _score(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     batch: Batch = arguments[0]
+    return batch.draw, {}
+
+
+async def _values(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    batch, _, _, scored, *_ = arguments
+    _of_the_same(me, "scores", scored, batch)
     before = me.weights.draws if me.weights else ()
     me.weights = me.site.trained(*before, batch.draw)
     return batch.draw, {}
 
 
 async def _train(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    batch, advantages, *_ = arguments
+    batch, advantages, _, _, scored, *_ = arguments
     if batch.weights != me.weights:
         me.site.violate(f"5: the actor trains on what {batch.weights} made, it is {me.weights}")
-    if advantages is not None and advantages != batch.draw:
-        me.site.violate(f"the advantages are of draw {advantages}, the batch of {batch.draw}")
+    _of_the_same(me, "advantages", advantages, batch)
+    _of_the_same(me, "scores", scored, batch)
     before = me.weights.draws if me.weights else ()
     me.weights = me.site.trained(*before, batch.draw)
     return None, {}
+
+
+def _of_the_same(me: Process, what: str, draw: int | None, batch: Batch) -> None:
+    if draw is not None and draw != batch.draw:
+        me.site.violate(f"the {what} are of draw {draw}, the batch of {batch.draw}")
 
 
 async def _save(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -240,6 +251,6 @@ async def _push(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 WORK: dict[str, Callable[[Process, tuple[Any, ...]], Awaitable[tuple[Any, Any]]]] = {
-    "generate": _generate, "evaluate": _generate, "warm_up": _warm_up, "values": _values,
-    "train": _train, "save": _save, "push": _push,
+    "generate": _generate, "evaluate": _generate, "warm_up": _warm_up, "score": _score,
+    "values": _values, "train": _train, "save": _save, "push": _push,
 }  # fmt: skip

@@ -109,7 +109,10 @@ def configured(training: Training) -> Run:
         "steps": training.steps,
         "schedule": training.schedule,
         "model": {"path": "model"},
-        "algorithm": {"name": "ppo" if Role.CRITIC in spec.roles else "grpo"},
+        "algorithm": {
+            "name": "ppo" if Role.CRITIC in spec.roles else "grpo",
+            "kl_in": "reward" if spec.schedule.facts["kl_in_reward"] else "loss",
+        },
         "warmup": {"steps": 1},
         "rollout": {"workers": training.rollouts, "prompts": 2 * training.rollouts},
         "data": {"train": {"kind": "reasoning_gym", "task": "chain_sum", "size": 8}},

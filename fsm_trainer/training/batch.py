@@ -172,6 +172,8 @@ class Part(NamedTuple):
     """Its rows' places in the whole batch, on the CPU."""
     weights: torch.Tensor
     """Each place's share of the whole minibatch's mean, ``[batch, time]``."""
+    shares: torch.Tensor
+    """The same for a mean over tokens, whatever the loss is aggregated by: for figures."""
     tables: tuple[torch.Tensor, ...]
     """The same rows and columns of the tables that were given."""
     last: bool
@@ -241,20 +243,23 @@ def parts(
     aggregation: Aggregation,
     device: torch.device,
     *tables: torch.Tensor,
+    length: int | None = None,
 ) -> Iterator[Part]:
     """Yield this rank's micro-batches with their shares of the minibatch's mean.
 
-    ``tables`` are ``[batch, time]`` as ``batch``; sums of ``weights * x`` over all parts of all
-    ranks are the mean of x over the minibatch.
+    ``aggregation`` and ``length`` are those of ``token_weights``. ``tables`` are ``[batch, time]``
+    as ``batch``; sums of ``weights * x`` over all parts of all ranks are the mean of x over the
+    minibatch.
     """
     whole = batch.loss_mask[minibatch.rows]
     for number, rows in enumerate(minibatch.micro_batches, start=1):
         part = batch.select(rows).trim()
-        weights = token_weights(part.loss_mask, aggregation, whole)
+        weights = token_weights(part.loss_mask, aggregation, whole, length)
+        shares = token_weights(part.loss_mask, "token", whole)
         time = part.tokens.shape[1]
         cut = tuple(table[rows.clamp(min=0), :time].to(device) for table in tables)
         last = number == len(minibatch.micro_batches)
-        yield Part(part.to(device), rows, weights.to(device), cut, last)
+        yield Part(part.to(device), rows, weights.to(device), shares.to(device), cut, last)
 
 
 def _padded(

@@ -1,4 +1,4 @@
-"""PPO with a critic, and GRPO without: one step's update, top to bottom.
+"""PPO with a critic, and without one GRPO, RLOO and REINFORCE++: one step's update, top to bottom.
 
 Every rank of a role calls the same function with the same batch (all of the step's trajectories),
 settings and generator state; each computes its share. A minibatch's loss is a mean over all of its
@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
-from fsm_trainer.algorithms.advantages import gae, group_advantages
-from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
+from fsm_trainer.algorithms.advantages import critic_free, gae, token_rewards
+from fsm_trainer.algorithms.config import PolicyConfig, PPOConfig
+from fsm_trainer.algorithms.correction import engine_correction
 from fsm_trainer.algorithms.kl import kl
 from fsm_trainer.algorithms.losses import PolicyLoss, policy_loss, value_loss
 from fsm_trainer.algorithms.masked import keep, masked_max, masked_mean, whiten
@@ -38,29 +39,53 @@ class Advantages:
     """What the values are trained towards."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """The batch under the policy before its update; ``[batch, time]`` float32 on the CPU."""
+
+    old: torch.Tensor
+    """Log-probabilities by the policy."""
+    entropy: torch.Tensor
+    """The policy's, in nats."""
+    reference: torch.Tensor
+    """Log-probabilities by the reference."""
+    rerouted: torch.Tensor | None = None
+    """See ``Scores``; with replayed routes."""
+    first: bool = False
+    """Whether the policy still was its reference."""
+
+
 def critic_update(
-    model: ModelPort, batch: Batch, config: PPOConfig, generator: torch.Generator
+    model: ModelPort,
+    batch: Batch,
+    config: PPOConfig,
+    generator: torch.Generator,
+    scored: Scored | None = None,
 ) -> tuple[Advantages, dict[str, float]]:
     """Estimate advantages with the critic as it is, then train it; ``batch`` is on the CPU.
 
-    Gives the same advantages (of every row) and metrics on every rank.
+    With the KL in the reward it needs what the actor ``scored``. Gives the same advantages (of
+    every row) and metrics on every rank.
     """
     epochs = draw_epochs(config.critic_epochs, config.minibatches, batch.lengths, generator, model)
     mask = batch.loss_mask
     (old_values,) = _table(model, batch, epochs[0], lambda part: (model.values(part),))
-    advantages = gae(batch.rewards, old_values, mask, config.gamma, config.lam)
+    rewards = token_rewards(batch.rewards, reward_penalties(scored, mask, config), mask)
+    advantages = gae(rewards, old_values, mask, config.gamma, config.lam)
     returns = keep(advantages + old_values, mask)
 
     tally = Tally()
     for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
-        for part in parts(batch, minibatch, config.aggregation, model.device, old_values, returns):
+        tables, length = (old_values, returns), config.aggregation_length
+        walked = parts(batch, minibatch, config.aggregation, model.device, *tables, length=length)
+        for part in walked:
             old, target = part.tables
             values = model.values(part.batch)
             errors = value_loss(values, old, target, part.batch.loss_mask, config.value_clip)
             loss = (part.weights * errors.loss).sum()
             model.backward(loss * model.world_size, part.last)
             tally.add("critic/loss", loss)
-            tally.add("critic/clip_fraction", (part.weights * errors.clipped).sum())
+            tally.add("critic/clip_fraction", (part.shares * errors.clipped).sum())
         tally.stepped(model.step())
 
     metrics = {
@@ -71,24 +96,18 @@ def critic_update(
     return Advantages(advantages, returns), metrics | tally.reduce(model, "critic")
 
 
-def actor_update(
+def score(
     model: ModelPort,
     batch: Batch,
-    advantages: torch.Tensor,
     config: PolicyConfig,
     generator: torch.Generator,
-    checks: ChecksConfig = _DEFAULT_CHECKS,
     first: bool = False,
-) -> dict[str, float]:
-    """Train the policy on ``advantages``, ``[batch, time]``; both are on the CPU, all rows.
+) -> Scored:
+    """Return the batch's log-probabilities, with the generator as the update will get it.
 
-    ``first`` says that the policy still is its reference. Gives the same metrics on every rank:
-    ``train/``, ``check/`` and ``rollout/`` ones describe the batch under the policy as it was
-    before the update. Raises SelfCheckFailed, on all ranks and with nothing updated, where
-    ``checks`` say so.
+    ``first`` says that the policy still is its reference.
     """
     epochs = draw_epochs(config.epochs, config.minibatches, batch.lengths, generator, model)
-    mask = batch.loss_mask
     # In the first epoch's own micro-batches: shapes are those of the gradient pass, so the first
     # ratio is 1 to the last bit, and a drift means a fault rather than another reduction order.
     temperature, passes = config.temperature, partial(_table, model, batch, epochs[0])
@@ -96,28 +115,68 @@ def actor_update(
         lambda part: model.logprobs(part, temperature, with_entropy=True)
     )
     (reference,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
+    return Scored(old, entropy, reference, rerouted if batch.routes is not None else None, first)
+
+
+def actor_update(
+    model: ModelPort,
+    batch: Batch,
+    advantages: torch.Tensor | None,
+    config: PolicyConfig,
+    generator: torch.Generator,
+    checks: ChecksConfig = _DEFAULT_CHECKS,
+    first: bool = False,
+    scored: Scored | None = None,
+) -> dict[str, float]:
+    """Train the policy on ``advantages``, ``[batch, time]``; both are on the CPU, all rows.
+
+    Without a critic there are none yet: they follow from the rewards. What was ``scored`` for the
+    critic is not computed again, and says itself whether the policy still was its reference, which
+    ``first`` does otherwise. Gives the same metrics on every rank: ``train/``, ``check/`` and
+    ``rollout/`` ones describe the batch under the policy as it was before the update. Raises
+    SelfCheckFailed, on all ranks and with nothing updated, where ``checks`` say so.
+    """
+    scored = scored or score(model, batch, config, generator.clone_state(), first)
+    first = scored.first
+    old, entropy, reference = scored.old, scored.entropy, scored.reference
+    epochs = draw_epochs(config.epochs, config.minibatches, batch.lengths, generator, model)
+    mask, temperature = batch.loss_mask, config.temperature
+    if advantages is None:
+        penalties = reward_penalties(scored, mask, config)
+        advantages = critic_free(batch.rewards, penalties, mask, batch.groups, config)
     measured = _measure(batch, old, reference, entropy, advantages)
-    if batch.routes is not None:
-        other = masked_mean(rerouted[:, 1:], batch.attention_mask[:, 1:])
+    if scored.rerouted is not None:
+        other = masked_mean(scored.rerouted[:, 1:], batch.attention_mask[:, 1:])
         measured["check/route_disagreement"] = float(other)
     if first:
         measured |= selfcheck.zero_kl(model, batch, old, reference, entropy, checks)
     measured |= selfcheck.mismatch(model, batch, old, entropy, checks.mismatch)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
+    if config.engine_correction is not None:
+        # On the advantages: the surrogate is linear in them, and the KL keeps its weight.
+        found = engine_correction(old, batch.engine_logprobs, mask, config.engine_correction)
+        advantages = advantages * found.weights
+        measured["check/engine_weight_mean"] = float(masked_mean(found.weights, mask))
+        measured["check/engine_corrected"] = float(masked_mean(found.changed.float(), mask))
+    in_loss = config.kl_coefficient if config.kl_in == "loss" else 0.0
 
     tally, fresh = Tally(), torch.zeros_like(old, device=model.device)
     for number, minibatch in enumerate(minibatch for epoch in epochs for minibatch in epoch):
-        tables = (old, reference, advantages)
-        for part in parts(batch, minibatch, config.aggregation, model.device, *tables):
+        tables, length = (old, reference, advantages), config.aggregation_length
+        walked = parts(batch, minibatch, config.aggregation, model.device, *tables, length=length)
+        for part in walked:
             before, anchor, gain = part.tables
             here = part.batch.loss_mask
             with_entropy = config.entropy_coefficient > 0
             scores = model.logprobs(part.batch, temperature, with_entropy=with_entropy)
-            surrogate = policy_loss(scores.logprobs, before, gain, here, config.clip)
+            surrogate = policy_loss(
+                scores.logprobs, before, gain, here,
+                config.clip, config.clip_high, config.dual_clip, config.ratio,
+            )  # fmt: skip
             # Masked first: the estimators are not linear, so garbage would reach the gradient.
             penalty = kl(keep(scores.logprobs, here), keep(anchor, here), config.kl_estimator)
-            loss = (part.weights * (surrogate.loss + config.kl_coefficient * penalty)).sum()
+            loss = (part.weights * (surrogate.loss + in_loss * penalty)).sum()
             if scores.entropy is not None:
                 bonus = (part.weights * keep(scores.entropy, here)).sum()
                 loss = loss - config.entropy_coefficient * bonus
@@ -128,7 +187,8 @@ def actor_update(
                     _put(fresh, part.rows, scores.logprobs.detach())
             tally.add("actor/loss", loss)
             tally.add("actor/kl_loss", (part.weights * penalty).sum())
-            _tally_ratios(tally, part.weights, surrogate)
+            tally.add("actor/policy_loss", (part.weights * surrogate.loss).sum())
+            _tally_ratios(tally, part.shares, surrogate)
         if first and number == 0:
             fresh = model.all_reduce(fresh).cpu()
             measured |= selfcheck.unit_ratio(
@@ -153,35 +213,19 @@ def free_routing(model: ModelPort, batch: Batch, temperature: float) -> dict[str
     return {"check/free_routing_kl": float(found)}
 
 
-def grpo_update(
-    model: ModelPort,
-    batch: Batch,
-    config: GRPOConfig,
-    generator: torch.Generator,
-    checks: ChecksConfig = _DEFAULT_CHECKS,
-    first: bool = False,
-) -> dict[str, float]:
-    """Train the policy on advantages over each row's group; otherwise as :func:`actor_update`."""
-    advantages = group_advantages(batch.rewards, batch.groups, normalize_std=config.normalize_std)
-    spread = keep(advantages[:, None].expand_as(batch.loss_mask), batch.loss_mask)
-    return actor_update(model, batch, spread, config, generator, checks, first)
+def reward_penalties(
+    scored: Scored | None, mask: torch.Tensor, config: PolicyConfig
+) -> torch.Tensor:
+    """Return what the KL takes from each token's reward, ``[batch, time]``; in the loss, nothing.
 
-
-def policy_update(
-    model: ModelPort,
-    batch: Batch,
-    advantages: torch.Tensor | None,
-    config: PolicyConfig,
-    generator: torch.Generator,
-    checks: ChecksConfig = _DEFAULT_CHECKS,
-    first: bool = False,
-) -> dict[str, float]:
-    """Train the policy by its algorithm; ``advantages`` are the critic's, where there is one."""
-    if isinstance(config, GRPOConfig):
-        return grpo_update(model, batch, config, generator, checks, first)
-    if advantages is None:
-        raise ValueError("PPO needs the critic's advantages")
-    return actor_update(model, batch, advantages, config, generator, checks, first)
+    Raises ValueError if it is in the reward and nothing was scored.
+    """
+    if config.kl_in == "loss":
+        return torch.zeros_like(mask)
+    if scored is None:
+        raise ValueError("with the KL in the reward the critic needs what the actor scored")
+    ours, theirs = keep(scored.old, mask), keep(scored.reference, mask)
+    return config.kl_coefficient * kl(ours, theirs, config.kl_estimator)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
@@ -216,14 +260,13 @@ def _measure(
     return {name: float(figure) for name, figure in figures.items()}
 
 
-def _tally_ratios(tally: Tally, weights: torch.Tensor, surrogate: PolicyLoss) -> None:
+def _tally_ratios(tally: Tally, shares: torch.Tensor, surrogate: PolicyLoss) -> None:
     log_ratio = surrogate.log_ratio
     # The old policy sampled, so it is KL[old, new] that these tokens estimate.
     moved = kl(torch.zeros_like(log_ratio), log_ratio, "k3")
-    tally.add("actor/policy_loss", (weights * surrogate.loss).sum())
-    tally.add("actor/clip_fraction", (weights * surrogate.clipped).sum())
-    tally.add("actor/ratio_mean", (weights * log_ratio.exp()).sum())
-    tally.add("actor/kl_old", (weights * moved).sum())
+    tally.add("actor/clip_fraction", (shares * surrogate.clipped).sum())
+    tally.add("actor/ratio_mean", (shares * log_ratio.exp()).sum())
+    tally.add("actor/kl_old", (shares * moved).sum())
     tally.peak("actor/ratio_max", log_ratio.max().exp())
     tally.peak("actor/ratio_inverse_max", (-log_ratio).max().exp())
 

@@ -1,8 +1,8 @@
 """One step's update in a folder, to be computed again elsewhere: what it read, and what came out.
 
 ``dump/step-N/ROLE/`` holds ``before``, a checkpoint of the role as the update found it,
-``tables.pt``, the batch and the actor's advantages, and ``step.json``: settings, random stream,
-fingerprints of all that was read, and the metrics.
+``tables.pt``, the batch, the actor's advantages and what the critic was told, and ``step.json``:
+settings, random stream, fingerprints of all that was read, and the metrics.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from fsm_trainer.training import checkpoint, selfcheck
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import ChecksConfig, TrainerConfig
 from fsm_trainer.training.offload import fingerprint
-from fsm_trainer.training.ppo import critic_update, policy_update
+from fsm_trainer.training.ppo import Scored, actor_update, critic_update
 from fsm_trainer.training.trainer import RESOURCES, ModelTrainer
 
 TOLD, TABLES, BEFORE = "step.json", "tables.pt", "before"
+SCORED = ("old", "entropy", "reference")
 
 
 class Told(BaseModel):
@@ -97,7 +98,12 @@ class Replayed(NamedTuple):
 
 @contextmanager
 def dumping(
-    folder: Path | None, trainer: ModelTrainer, told: Told, batch: Batch, gain: torch.Tensor | None
+    folder: Path | None,
+    trainer: ModelTrainer,
+    told: Told,
+    batch: Batch,
+    gain: torch.Tensor | None,
+    scored: Scored | None,
 ) -> Iterator[None]:
     """Write what the update in the body is about to read; all ranks together, if there is a folder.
 
@@ -111,7 +117,8 @@ def dumping(
     leads = trainer.rank == 0
     if leads:
         tables = {each.name: getattr(batch, each.name) for each in fields(batch)}
-        torch.save(tables | {"advantages": gain}, folder / TABLES)
+        needed = {name: scored and getattr(scored, name) for name in SCORED}
+        torch.save(tables | needed | {"advantages": gain}, folder / TABLES)
         told.prints = prints | dict(_prints(_read(folder, told.ranks)))
         _write(folder, told)
     yield
@@ -135,6 +142,8 @@ def replay(folder: Path, told: Told, algorithm: PolicyConfig) -> Replayed:
     torch.set_num_threads(told.threads)
     tables = dict(_tables(folder))
     gain, stopped = tables.pop("advantages"), None
+    needed = [tables.pop(name) for name in SCORED]
+    scored = None if needed[0] is None else Scored(*needed)
     batch, generator = Batch(**tables), torch.Generator().manual_seed(told.seed)
     with _trainer(folder, told) as trainer:
         found = dict(_prints(trainer.named_weights())) | dict(_prints(_read(folder, told.ranks)))
@@ -143,9 +152,9 @@ def replay(folder: Path, told: Told, algorithm: PolicyConfig) -> Replayed:
         metrics: Mapping[str, float] = {}
         try:
             if isinstance(algorithm, PPOConfig) and told.role == "critic":
-                _, metrics = critic_update(trainer, batch, algorithm, generator)
+                _, metrics = critic_update(trainer, batch, algorithm, generator, scored)
             else:
-                metrics = policy_update(
+                metrics = actor_update(
                     trainer, batch, gain, algorithm, generator, told.checks, told.first
                 )
         except SelfCheckFailed as error:

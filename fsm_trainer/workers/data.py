@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsm_trainer.data.dump import read_dump, write_dump
+from fsm_trainer.data.filters import informative
 from fsm_trainer.data.models import (
     ModelSpec,
     encode_answer,
@@ -28,6 +29,17 @@ class Summary(NamedTuple):
     """How many of them were aborted."""
     versions: frozenset[Version]
     """The weights that the others are from."""
+
+
+class Kept(NamedTuple):
+    """What a filter has left of a step."""
+
+    means: dict[str, float]
+    """Over all trajectories that were scored; only ``count`` is of those that are left."""
+    groups: int
+    """Groups that are left."""
+    dropped: int
+    """Groups that are not."""
 
 
 class DataHost:
@@ -68,6 +80,14 @@ class DataHost:
         whole = [t for part in parts for t in part if t.status is not Status.ABORTED]
         scored = self._rewards.score(whole)
         return scored, _means(scored)
+
+    def informative(self, *rounds: Sequence[Trajectory]) -> tuple[list[Trajectory], Kept]:
+        """The trajectories of all rounds whose groups teach something, and what was left out."""
+        whole = [t for one in rounds for t in one]
+        kept = informative(whole)
+        groups, left = (len({t.sample.group for t in some}) for some in (whole, kept))
+        means = _means(whole) | {"count": float(len(kept))}
+        return kept, Kept(means, left, groups - left)
 
     def warmup_pairs(self) -> list[tuple[list[int], list[int]]]:
         """Prompt and answer of every training sample that has one, in tokens."""

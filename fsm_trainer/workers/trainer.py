@@ -25,7 +25,14 @@ from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
 from fsm_trainer.training.batch import collate
 from fsm_trainer.training.config import ChecksConfig, ScheduleConfig, TrainerConfig
-from fsm_trainer.training.ppo import Advantages, critic_update, free_routing, policy_update
+from fsm_trainer.training.ppo import (
+    Advantages,
+    Scored,
+    actor_update,
+    critic_update,
+    free_routing,
+    score,
+)
 from fsm_trainer.training.stepdump import Told, dumping
 from fsm_trainer.training.trainer import ModelTrainer
 from fsm_trainer.training.warmup import Pair, warmup_steps
@@ -130,15 +137,16 @@ class CriticHost(TrainerHost):
         trajectories: Sequence[Trajectory],
         config: PPOConfig,
         step: int,
+        scored: Scored | None,
         checks: ChecksConfig,
         dump: Path | None = None,
     ) -> tuple[Advantages, dict[str, float]]:
         """Estimate advantages, then train towards the returns."""
         # Only the actor takes routes; but the critic is updated first, so it checks them too.
         batch = replace(collate(trajectories, self.pad_token, self.routing), routes=None)
-        told = self.told(step, config, checks, first=False)
-        with dumping(dump, self.trainer, told, batch, None):
-            advantages, metrics = critic_update(self.trainer, batch, config, self.generator(step))
+        told, generator = self.told(step, config, checks, first=False), self.generator(step)
+        with dumping(dump, self.trainer, told, batch, None, scored):
+            advantages, metrics = critic_update(self.trainer, batch, config, generator, scored)
             told.metrics = metrics
         return advantages, metrics | self.replicas(step, checks)
 
@@ -223,29 +231,45 @@ class ActorHost(TrainerHost):
         self.trainer.export(folder)
         return None, metrics
 
+    def do_score(
+        self, trajectories: Sequence[Trajectory], config: PolicyConfig, step: int
+    ) -> tuple[Scored, dict[str, float]]:
+        """Log-probabilities of actor and reference; the first time freezes the reference."""
+        first = self._frozen()
+        batch = collate(trajectories, self.pad_token, self.routing)
+        return score(self.trainer, batch, config, self.generator(step), first), {}
+
     def do_train(
         self,
         trajectories: Sequence[Trajectory],
         advantages: Advantages | None,
         config: PolicyConfig,
         step: int,
+        scored: Scored | None,
         checks: ChecksConfig,
         dump: Path | None = None,
     ) -> tuple[None, dict[str, float]]:
-        """One step of PPO or GRPO; the first one freezes the reference."""
-        # After a resume the reference came with the checkpoint, and the actor has left it.
-        first = not self.trainer.has_reference
-        if first:
-            self.trainer.snapshot_reference()
+        """One step of the algorithm; the first one freezes the reference."""
+        first = self._frozen() if scored is None else scored.first
         batch = collate(trajectories, self.pad_token, self.routing)
         every = checks.free_routing_every
         due = batch.routes is not None and every and (first or (step - 1) % every == 0)
         free = free_routing(self.trainer, batch, config.temperature) if due else {}
         gain = advantages.advantages if advantages is not None else None
-        told = self.told(step, config, checks, first)
-        with dumping(dump, self.trainer, told, batch, gain):
-            metrics = policy_update(
-                self.trainer, batch, gain, config, self.generator(step), checks, first
+        told, generator = self.told(step, config, checks, first), self.generator(step)
+        with dumping(dump, self.trainer, told, batch, gain, None):
+            metrics = actor_update(
+                self.trainer, batch, gain, config, generator, checks, first, scored
             )
             told.metrics = metrics
         return None, metrics | free | self.replicas(step, checks)
+
+    def _frozen(self) -> bool:
+        """Whether the reference was taken only now, so that it still is the actor.
+
+        After a resume it came with the checkpoint, and the actor has left it.
+        """
+        if self.trainer.has_reference:
+            return False
+        self.trainer.snapshot_reference()
+        return True

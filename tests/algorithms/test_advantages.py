@@ -8,7 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsm_trainer.algorithms.advantages import gae, group_advantages
+from fsm_trainer.algorithms.advantages import (
+    critic_free,
+    gae,
+    group_advantages,
+    leave_one_out,
+    token_rewards,
+)
+from fsm_trainer.algorithms.config import (
+    GRPOConfig,
+    PolicyConfig,
+    PPOConfig,
+    ReinforcePPConfig,
+    RLOOConfig,
+)
 
 Row = list[tuple[float, int]]
 small = st.floats(-3, 3, width=32)
@@ -18,13 +31,10 @@ rows = st.lists(st.tuples(small, st.integers(0, 1)), min_size=1, max_size=12)
 def one(
     reward: float, values: list[float], mask: list[int], gamma: float, lam: float
 ) -> list[float]:
-    result = gae(
-        torch.tensor([reward], dtype=torch.float64),
-        torch.tensor([values], dtype=torch.float64),
-        torch.tensor([mask]),
-        gamma,
-        lam,
-    )
+    estimates, counts = torch.tensor([values], dtype=torch.float64), torch.tensor([mask])
+    whole = torch.tensor([reward], dtype=torch.float64)
+    rewards = token_rewards(whole, torch.zeros_like(estimates), counts)
+    result = gae(rewards, estimates, counts, gamma, lam)
     return [float(x) for x in result[0]]
 
 
@@ -120,3 +130,79 @@ def test_group_advantages_depend_neither_on_order_nor_on_the_groups_names(
     )
 
     np.testing.assert_allclose(shuffled, straight[order], atol=1e-9)
+
+
+def test_leave_one_out_of_a_hand_worked_case() -> None:
+    # group a: 1, 0, 0.5: the others' means are 0.25, 0.75, 0.5; group b: 2, 4; c: one row alone
+    rewards = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.5, 7.0], dtype=torch.float64)
+
+    found = leave_one_out(rewards, ["a", "b", "a", "b", "a", "c"])
+
+    assert found.tolist() == pytest.approx([0.75, -2.0, -0.75, 2.0, 0.0, 0.0], abs=1e-12)
+
+
+@given(st.lists(st.tuples(small, st.sampled_from("abc")), min_size=1, max_size=15))
+def test_leave_one_out_is_the_reward_less_the_mean_of_the_others(
+    table: list[tuple[float, str]],
+) -> None:
+    found = leave_one_out(torch.tensor([r for r, _ in table]).double(), [g for _, g in table])
+
+    for number, (reward, group) in enumerate(table):
+        others = [r for i, (r, g) in enumerate(table) if g == group and i != number]
+        expected = reward - sum(others) / len(others) if others else 0.0
+        assert float(found[number]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_reward_stands_at_the_last_token_and_each_penalty_at_its_own() -> None:
+    mask = torch.tensor([[0, 1, 0, 1, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    penalties = torch.tensor([[9.0, 0.1, 9.0, 0.2, float("nan")]]).expand(3, 5)
+
+    found = token_rewards(torch.tensor([1.0, 2.0, 3.0]), penalties, mask)
+
+    expected = [[0, -0.1, 0, 0.8, 0], [0, 1.9, 0, 0, 0], [0] * 5]
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+MASK = torch.tensor([[0.0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 1]])
+PENALTIES = torch.tensor([[9.0, 0.1, 0.2, 9], [0, 0.5, 9, 9], [0, 9, 0.1, 0.1], [0, 0, 0, 0]])
+REWARDS = torch.tensor([1.0, 0.5, 0.2, 0.0])
+PAIRS = ["a", "a", "b", "b"]
+
+
+def test_groups_compare_whole_trajectories_less_their_penalties() -> None:
+    # less penalties: 0.7, 0.0 | 0.0, 0.0; leave-one-out 0.7, -0.7 | 0, 0; centred 0.35, -0.35
+    loo = critic_free(REWARDS, PENALTIES, MASK, PAIRS, RLOOConfig())
+    centred = critic_free(REWARDS, PENALTIES, MASK, PAIRS, GRPOConfig(normalize_std=False))
+
+    expected = torch.tensor([0.7, -0.7, 0.0, 0.0])[:, None] * MASK
+    torch.testing.assert_close(loo, expected)
+    torch.testing.assert_close(centred, expected / 2)
+
+
+def test_reinforce_pp_is_the_reward_less_the_penalties_from_each_token_on() -> None:
+    # arXiv:2501.03262, equation 8: A_t = r - sum_{i >= t} beta KL_i
+    found = critic_free(REWARDS, PENALTIES, MASK, PAIRS, ReinforcePPConfig())
+
+    expected = [[0, 0.7, 0.8, 0], [0, 0.0, 0, 0], [0, 0, 0.0, 0.1], [0, 0, 0, 0]]
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+@given(
+    st.permutations(range(4)), st.sampled_from([RLOOConfig(), GRPOConfig(), ReinforcePPConfig()])
+)
+def test_neither_the_rows_order_nor_garbage_changes_advantages(
+    order: list[int], config: PolicyConfig
+) -> None:
+    junk = torch.where(MASK != 0, PENALTIES, torch.nan)
+
+    straight = critic_free(REWARDS, PENALTIES, MASK, PAIRS, config)
+    shuffled = critic_free(
+        REWARDS[order], junk[order], MASK[order], [PAIRS[i] for i in order], config
+    )
+
+    torch.testing.assert_close(shuffled, straight[order])
+
+
+def test_ppo_has_no_advantages_without_its_critic() -> None:
+    with pytest.raises(ValueError, match="PPOConfig has no advantages"):
+        critic_free(REWARDS, PENALTIES, MASK, PAIRS, PPOConfig())

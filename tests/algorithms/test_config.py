@@ -6,12 +6,21 @@ import ast
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from fsm_trainer.algorithms import config
-from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
+from fsm_trainer.algorithms.config import (
+    CorrectionConfig,
+    GRPOConfig,
+    PolicyConfig,
+    PPOConfig,
+    ReinforcePPConfig,
+    RLOOConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +35,13 @@ from fsm_trainer.algorithms.config import GRPOConfig, PPOConfig
         {"temperature": 0.0},
         {"aggregation": "mean"},
         {"value_clip": 0.0},
+        {"clip_high": 0.0},
+        {"dual_clip": 1.0},
+        {"ratio": "product"},
+        {"kl_in": "advantage"},
+        {"aggregation_length": 0},
+        {"aggregation": "constant"},
+        {"aggregation_length": 8},
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
@@ -33,9 +49,27 @@ def test_a_setting_that_cannot_work_is_refused_by_name(wrong: dict[str, object])
         PPOConfig.model_validate(wrong)
 
 
-def test_grpo_knows_no_critic() -> None:
+@pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig, ReinforcePPConfig])
+def test_what_has_no_critic_knows_none(kind: type[PolicyConfig]) -> None:
     with pytest.raises(ValidationError, match="lam"):
-        GRPOConfig.model_validate({"lam": 0.9})
+        kind.model_validate({"lam": 0.9})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"high": 0.9}, {"low": 1.1, "kind": "mask"}, {"low": 0.5}, {"level": "geometric"}]
+)
+def test_a_correction_that_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        CorrectionConfig.model_validate(wrong)
+
+
+def test_the_combinations_in_the_docs_are_configurations() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    blocks = text.partition("```yaml")[2].partition("```")[0].strip().splitlines()
+    assert len(blocks) == 4
+
+    for line in blocks:
+        GRPOConfig.model_validate(yaml.safe_load(line)["algorithm"])
 
 
 def test_each_field_has_a_docstring_under_it() -> None:

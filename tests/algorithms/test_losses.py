@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from fsm_trainer.algorithms.losses import entropy, policy_loss, value_loss
+from fsm_trainer.algorithms.config import Ratio
+from fsm_trainer.algorithms.losses import entropy, log_ratios, policy_loss, value_loss
 
 ONE = torch.ones(1, 1)
 NAN = float("nan")
@@ -41,6 +42,50 @@ def test_policy_loss_by_hand(ratio: float, advantage: float, loss: float, slope:
     assert logprobs.grad is not None and float(logprobs.grad) == pytest.approx(slope, abs=1e-12)
     assert bool(found.clipped) == (slope == 0.0)
     assert float(found.log_ratio) == pytest.approx(math.log(ratio), abs=1e-12)
+
+
+# arXiv:2503.14476, section 3.1: 1 + clip_high bounds where A > 0, 1 - clip where A < 0.
+# arXiv:1912.09729: where A < 0, the loss -min(..) is at most -c A; c = 3.
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.25, 2.0, -1.25 * 2, -1.25 * 2),  # between 1 + clip and 1 + clip_high
+        (1.5, 2.0, -1.3 * 2, 0.0),
+        (0.7, -2.0, 0.8 * 2, 0.0),
+        (0.7, 2.0, -0.7 * 2, -0.7 * 2),
+        (2.5, -2.0, 2.5 * 2, 2.5 * 2),  # below c: as without
+        (5.0, -2.0, 3.0 * 2, 0.0),
+        (5.0, 2.0, -1.3 * 2, 0.0),  # the dual clip is for negative advantages alone
+    ],
+)
+def test_clip_higher_and_dual_clip_by_hand(
+    ratio: float, advantage: float, loss: float, slope: float
+) -> None:
+    logprobs = row(math.log(ratio) - 1.0, grad=True)
+
+    found = policy_loss(
+        logprobs, row(-1.0), row(advantage), ONE, clip=0.2, clip_high=0.3, dual_clip=3.0
+    )
+    found.loss.sum().backward()
+
+    assert found.loss.item() == pytest.approx(loss, abs=1e-12)
+    assert logprobs.grad is not None and float(logprobs.grad) == pytest.approx(slope, abs=1e-12)
+    assert bool(found.clipped) == (slope == 0.0)
+
+
+def test_ratios_by_token_and_by_sequence_by_hand() -> None:
+    # log-ratios 0.1, (0.7, masked), 0.3: their sum is 0.4, the mean of the two that count 0.2
+    new, old, mask = row(0.0, -0.3, -0.1), row(-0.1, -1.0, -0.4), row(1, 0, 1)
+
+    assert log_ratios(new, old, mask, "token").tolist() == [pytest.approx([0.1, 0, 0.3])]
+    assert log_ratios(new, old, mask, "sequence").tolist() == [pytest.approx([0.4, 0, 0.4])]
+    assert log_ratios(new, old, mask, "geometric").tolist() == [pytest.approx([0.2, 0, 0.2])]
+
+
+def test_a_row_without_tokens_has_the_ratio_one() -> None:
+    levels: tuple[Ratio, ...] = ("token", "sequence", "geometric")
+    for level in levels:
+        assert log_ratios(row(3.0), row(1.0), row(0.0), level).tolist() == [[0.0]]
 
 
 # old value 1, clip 0.2: the value may move to [0.8, 1.2].
@@ -78,6 +123,10 @@ def test_gradients_are_the_finite_differences() -> None:
     mask = (torch.rand(3, 5) < 0.7).float()
     assert 0 < mask.sum() < mask.numel()
 
+    levels: tuple[Ratio, ...] = ("token", "sequence", "geometric")
+    for level in levels:
+        bounds = (0.2, 0.3, 1.5, level)
+        assert gradcheck(lambda x: policy_loss(x, old, advantages, mask, *bounds).loss, (logprobs,))  # noqa: B023
     assert gradcheck(lambda x: policy_loss(x, old, advantages, mask, 0.2).loss, (logprobs,))
     assert gradcheck(lambda x: value_loss(x, old, advantages, mask, 0.2).loss, (values,))
     assert gradcheck(entropy, (logprobs,))

@@ -97,11 +97,11 @@ def test_the_weights_of_parts_are_those_of_the_whole(
     _, mask = table
 
     for rank in range(ranks):
-        for how in ("token", "sequence"):
+        for how, length in (("token", None), ("sequence", None), ("constant", 5)):
             aggregation: Aggregation = how  # type: ignore[assignment]
             assert torch.equal(
-                token_weights(mask[rank::ranks], aggregation, mask),
-                token_weights(mask, aggregation)[rank::ranks],
+                token_weights(mask[rank::ranks], aggregation, mask, length),
+                token_weights(mask, aggregation, None, length)[rank::ranks],
             )
 
 
@@ -113,9 +113,13 @@ def test_weights_by_hand() -> None:
     # three tokens in all; two sequences that have any
     by_token = [[0, 1 / 3, 1 / 3, 0], [0, 1 / 3, 0, 0], [0] * 4]
     by_sequence = [[0, 1 / 4, 1 / 4, 0], [0, 1 / 2, 0, 0], [0] * 4]
+    # of two sequences of ten tokens each
+    by_constant = [[0, 1 / 20, 1 / 20, 0], [0, 1 / 20, 0, 0], [0] * 4]
 
     torch.testing.assert_close(token_weights(MASK, "token"), torch.tensor(by_token))
     torch.testing.assert_close(token_weights(MASK, "sequence"), torch.tensor(by_sequence))
+    constant = token_weights(MASK, "constant", None, 10)
+    torch.testing.assert_close(constant, torch.tensor(by_constant))
 
 
 @given(masked_tables(), st.sampled_from(["token", "sequence"]))

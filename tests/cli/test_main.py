@@ -98,6 +98,13 @@ STEADY = {
         "policy": ["sleep(critic)", "wake(actor)"],
         "sync": [f"connect({EVERYBODY})"],
     },
+    "disaggregated_critic_score": {
+        "rollout": [f"disconnect({EVERYBODY})", "sleep(actor)"],
+        "score": ["wake(actor)"],
+        "value": ["sleep(actor)", "wake(critic)"],
+        "policy": ["sleep(critic)", "wake(actor)"],
+        "sync": [f"connect({EVERYBODY})"],
+    },
     "disaggregated": {"rollout": [], "policy": [], "sync": []},
     "colocated_critic": {
         "rollout": [f"disconnect({EVERYBODY})"],
@@ -108,6 +115,7 @@ STEADY = {
 }
 """DESIGN.md's table for the first; read off the wants of the others by hand."""
 PER_STEP = {"disaggregated_critic": 3 + 1 + 1 + 1 + 1 + 3, "disaggregated": 0,
+            "disaggregated_critic_score": 3 + 1 + 1 + 1 + 1 + 1 + 1 + 3,
             "colocated_critic": 3 + 2 + 1 + 1 + 1 + 3}  # fmt: skip
 
 

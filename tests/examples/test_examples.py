@@ -28,7 +28,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 STEPS = 2
 SHORT = (f"steps={STEPS}", "warmup.steps=100", "evaluation.every=0", "data.evaluation_limit=32")
 COLOCATED = "colocated"
-WORKERS = {"quickstart": 2, "grpo": 1, COLOCATED: 2}
+WORKERS = {"quickstart": 2, "grpo": 1, COLOCATED: 2, "kl_in_reward": 1}
 """The rollout workers with which an example is run in short."""
 
 

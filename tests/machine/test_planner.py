@@ -1,4 +1,4 @@
-"""Plans: the three schedules written out, and how long planning takes."""
+"""Plans: the schedules written out, and how long planning takes."""
 
 from __future__ import annotations
 
@@ -49,6 +49,32 @@ PLANS = {
         "steady step": [
             f"rollout: disconnect{BOTH} sleep(actor)",
             "value: wake(critic)",
+            "policy: sleep(critic) wake(actor)",
+            f"sync: connect{BOTH}",
+        ],
+        "epilogue": [
+            f"evaluate: disconnect{BOTH} sleep(actor)",
+            f"end: sleep{ROLLOUT} stop(actor) stop(critic) stop{ROLLOUT}",
+        ],
+    },
+    "disaggregated_critic_score": {
+        "prologue": [
+            f"evaluate: start(actor) start{ROLLOUT} wake(actor) wake{ROLLOUT} {LINK_UP}"
+            f" disconnect{BOTH} sleep(actor)",
+            "warm_up: wake(actor)",
+            f"evaluate: {LINK_UP} disconnect{BOTH} sleep(actor)",
+        ],
+        "first step": [
+            "rollout: start(critic)",
+            "score: wake(actor)",
+            "value: sleep(actor) wake(critic)",
+            "policy: sleep(critic) wake(actor)",
+            f"sync: connect{BOTH}",
+        ],
+        "steady step": [
+            f"rollout: disconnect{BOTH} sleep(actor)",
+            "score: wake(actor)",
+            "value: sleep(actor) wake(critic)",
             "policy: sleep(critic) wake(actor)",
             f"sync: connect{BOTH}",
         ],

@@ -116,7 +116,7 @@ MISTAKES = {
     ),
     "a key of the other algorithm": Mistake(
         "minibatches: 2", "normalize_std: true # HERE", "algorithm.normalize_std", "True",
-        "minibatches, name, temperature,",
+        "minibatches, name, ratio, temperature,",
     ),
     "not a whole number": Mistake("steps: 4", "steps: few # HERE", "steps", "'few'", "whole"),
     "half a step": Mistake("steps: 4", "steps: 4.5 # HERE", "steps", "4.5", "whole number"),
@@ -310,6 +310,31 @@ def test_the_unedited_configuration_is_good(folder: Path) -> None:
         "schedule: disaggregated_critic (algorithm: ppo)",
         "critic ⇒ train offload: on (target: disk)",
     )
+
+
+def test_the_kl_in_the_reward_chooses_the_schedule_in_which_the_actor_scores(folder: Path) -> None:
+    (folder / "run.yaml").write_text(GOOD)
+
+    run = load_config(folder / "run.yaml", ["algorithm.kl_in=reward"])
+
+    assert run.spec.name == "disaggregated_critic_score"
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (["algorithm.kl_in=reward", "schedule=disaggregated_critic"], "nobody scores before"),
+        (["schedule=disaggregated_critic_score"], "the actor scores before the critic"),
+        (["rollout.filter_rounds=2"], r"rollout\.filter_rounds: a group of one .*copies: 8"),
+        (["algorithm={name: rloo}"], r"rollout\.copies: RLOO compares .*copies: 8"),
+    ],
+)
+def test_settings_that_contradict_are_refused(folder: Path, settings: list[str], why: str) -> None:
+    without = GOOD.replace("critic:\n  learning_rate: 0.001\n", "")
+    (folder / "run.yaml").write_text(without)
+
+    with pytest.raises(ConfigError, match=why):
+        load_config(folder / "run.yaml", settings)
 
 
 ELSEWHERE = ["cluster.gpus=3", "cluster.address=there:6379", "rollout.engine.device=cuda"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsm_trainer.machine.errors import WorkerLost
+from fsm_trainer.machine.errors import DataError, WorkerLost
 from fsm_trainer.machine.spec import Phase
 from fsm_trainer.machine.version import Version
 from fsm_trainer.runtime.config import Run, load_config
@@ -18,7 +18,7 @@ from fsm_trainer.runtime.driver import Driver, Progress
 from fsm_trainer.runtime.metrics import Stage
 from fsm_trainer.runtime.port import Outcome, told_by
 from fsm_trainer.training.config import Verdict
-from fsm_trainer.workers.data import Summary
+from fsm_trainer.workers.data import Kept, Summary
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 PARTS = 6
@@ -68,6 +68,27 @@ class Data:
     async def score(self, payloads: list[str]) -> Outcome:
         self.scored.append(payloads)
         return Outcome("scored", {"reward": 0.5, "count": float(len(payloads))})
+
+
+class Filtered(Data):
+    """Of each draw, so many groups are left."""
+
+    def __init__(self, *left: int) -> None:
+        super().__init__()
+        self.left, self.asked = left, list[int]()
+
+    async def draw(self, prompts: int, copies: int, parts: int) -> list[str]:
+        self.asked.append(prompts)
+        return await super().draw(prompts, copies, parts)
+
+    async def score(self, payloads: list[str]) -> Outcome:
+        await super().score(payloads)
+        return Outcome(f"draw {len(self.scored)}", {"reward": 0.5, "count": 1.0})
+
+    async def informative(self, rounds: list[str]) -> Outcome:
+        left = sum(self.left[: len(rounds)])
+        means = {"reward": 0.25, "count": 2.0 * left}
+        return Outcome(" and ".join(rounds), Kept(means, left, sum(self.asked) - left))
 
 
 class Metrics:
@@ -161,3 +182,66 @@ def test_the_journal_tells_what_became_of_the_zero_kl_check(verdict: int, told: 
 
     assert told_by(Outcome(None, first)) == {"zero_kl": told}
     assert told_by(Outcome(None, later)) == {}
+
+
+def filtering(rounds: int) -> Run:
+    settings = ["rollout.prompts=9", "rollout.copies=2", f"rollout.filter_rounds={rounds}"]
+    return load_config(QUICKSTART, settings)
+
+
+def test_the_groups_that_a_filter_drops_are_drawn_again_until_the_step_is_full() -> None:
+    workers, data = Workers(filtering(9)), Filtered(4, 3, 2, 9)
+    made = driver(filtering(9), workers, data)
+
+    asyncio.run(made._phase("rollout"))
+
+    assert data.asked == [9, 9 - 4, 9 - 4 - 3]
+    assert made.progress.batch == "draw 1 and draw 2 and draw 3"
+    figures = {name: made.progress.numbers[f"rollout/{name}"] for name in FIGURES}
+    assert figures == {"groups": 9, "dropped": 16 - 9, "rounds": 3}
+    assert made.progress.numbers["train/reward"] == 0.25
+
+
+def test_the_rounds_of_a_filter_are_bounded_and_a_short_step_is_trained_on() -> None:
+    workers, data = Workers(filtering(2)), Filtered(4, 3, 2)
+    made = driver(filtering(2), workers, data)
+
+    asyncio.run(made._phase("rollout"))
+
+    assert data.asked == [9, 5]
+    figures = {name: made.progress.numbers[f"rollout/{name}"] for name in FIGURES}
+    assert figures == {"groups": 7, "dropped": 7, "rounds": 2}
+
+
+FIGURES = ("groups", "dropped", "rounds")
+
+
+def test_a_step_of_which_nothing_is_left_says_what_to_do() -> None:
+    made = driver(filtering(2), Workers(filtering(2)), Filtered(0, 0))
+
+    with pytest.raises(DataError, match=r"step 1: .* equal\. Raise rollout\.filter_rounds"):
+        asyncio.run(made._phase("rollout"))
+
+
+def test_a_round_that_loses_its_workers_keeps_the_rounds_before_it() -> None:
+    run = filtering(9)
+    workers, data = Workers(run, lost=(3, 4)), Filtered(4, 5)
+    made = driver(run, workers, data)
+
+    asyncio.run(made._phase("rollout"))
+
+    assert data.asked == [9, 5]
+    assert workers.reached == ["rollout", "rollout"]
+    assert made.progress.batch == "draw 1 and draw 2"
+    assert workers.made == Counter(f"draw {n} part {i}" for n in (1, 2) for i in range(2))
+
+
+def test_a_step_after_a_filtered_one_begins_anew() -> None:
+    workers, data = Workers(filtering(9)), Filtered(9, 9)
+    made = driver(filtering(9), workers, data)
+
+    for _ in range(2):
+        asyncio.run(made._phase("rollout"))
+
+    assert data.asked == [9, 9]
+    assert made.progress.numbers["rollout/rounds"] == 1

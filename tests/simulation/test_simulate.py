@@ -74,9 +74,9 @@ def test_every_role_meets_every_fault_at_every_boundary(schedule: str) -> None:
 def test_a_training_that_is_killed_and_resumed_learns_each_step_once_row_31(
     schedule: str, silent: None
 ) -> None:
-    # The second step ends, with a checkpoint, after 70 to 120 virtual seconds.
+    # The second step ends, with a checkpoint, after 70 to 145 virtual seconds.
     results = [
-        simulate(Training(schedule, seed, steps=6, faults=(), killed=125.0 + 4.0 * seed))
+        simulate(Training(schedule, seed, steps=8, faults=(), killed=150.0 + 4.0 * seed))
         for seed in range(8)
     ]
 

@@ -9,7 +9,7 @@ import torch
 
 from fsm_trainer.algorithms.config import PPOConfig
 from fsm_trainer.training.config import ChecksConfig, TrainerConfig
-from fsm_trainer.training.ppo import Advantages, critic_update, policy_update
+from fsm_trainer.training.ppo import Advantages, actor_update, critic_update
 from fsm_trainer.training.stepdump import Told, dumping
 from tests.training.ranks import Rank, finish
 from tests.training.updates import PPO, models_in, ragged, rng
@@ -35,7 +35,7 @@ def dumped(
             step=step, role=role, ranks=rank.world, threads=1, seed=step, total_steps=TOTAL,
             first=first, trainer=config, algorithm=algorithm.model_dump(), checks=ChecksConfig(),
         )  # fmt: skip
-        with dumping(folder if step == STEPS - 1 else None, trainer, told, batch, gain):
+        with dumping(folder if step == STEPS - 1 else None, trainer, told, batch, gain, None):
             told.metrics = updated(trainer, batch, gain, algorithm, told)
     rank.stop(trainer)
     return folder
@@ -47,7 +47,7 @@ def updated(trainer: Any, batch: Any, gain: Any, algorithm: PPOConfig, told: Tol
         found: tuple[Advantages, dict[str, float]]
         found = critic_update(trainer, batch, algorithm, generator)
         return found[1]
-    return policy_update(trainer, batch, gain, algorithm, generator, told.checks, told.first)
+    return actor_update(trainer, batch, gain, algorithm, generator, told.checks, told.first)
 
 
 def scenario(rank: Rank, *stages: str) -> None:

@@ -17,7 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
+from fsm_trainer.algorithms.config import (
+    CorrectionConfig,
+    GRPOConfig,
+    PolicyConfig,
+    PPOConfig,
+    ReinforcePPConfig,
+    RLOOConfig,
+)
 from fsm_trainer.algorithms.losses import entropy
 from fsm_trainer.data.trajectory import Sample, Status, Trajectory
 from fsm_trainer.machine.errors import DataError
@@ -28,7 +35,7 @@ from fsm_trainer.training.ppo import (
     actor_update,
     critic_update,
     explained_variance,
-    grpo_update,
+    score,
 )
 from fsm_trainer.training.warmup import Pair, warmup_steps
 
@@ -219,7 +226,7 @@ def test_the_stand_in_is_a_model_port() -> None:
     assert port.world_size == 1
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize(
     ("world", "micro_batch", "tokens"),
     [
@@ -231,7 +238,8 @@ def test_gradients_depend_neither_on_micro_batches_nor_on_ranks(
     aggregation: str, world: int, micro_batch: int, tokens: int | None
 ) -> None:
     batch = sampled(0)
-    config = FULL.model_copy(update={"aggregation": aggregation})
+    length = 6 if aggregation == "constant" else None
+    config = FULL.model_copy(update={"aggregation": aggregation, "aggregation_length": length})
     (alone,), (expected,) = on_ranks(1, 64, lambda m: update_everything(m, batch, config))
 
     models, metrics = on_ranks(
@@ -247,6 +255,51 @@ def test_gradients_depend_neither_on_micro_batches_nor_on_ranks(
             torch.testing.assert_close(here, there, rtol=0, atol=1e-6)
         assert figures == pytest.approx(expected, abs=1e-5)
     assert all(figures == metrics[0] for figures in metrics), "ranks disagree on the metrics"
+
+
+EVERYTHING: dict[str, Any] = {
+    "clip_high": 0.15,
+    "dual_clip": 1.3,
+    "engine_correction": CorrectionConfig(kind="mask", low=0.5, high=1.2),
+    "kl_coefficient": 0.3,
+    "entropy_coefficient": 0.1,
+    "epochs": 2,
+    "minibatches": 2,
+    "clip": 0.1,
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "config",
+    [
+        GRPOConfig(kl_in="reward", kl_estimator="k1", ratio="geometric", **EVERYTHING),
+        RLOOConfig(**EVERYTHING),
+        ReinforcePPConfig(aggregation="constant", aggregation_length=6, **EVERYTHING),
+    ],
+    ids=lambda config: config.name,
+)
+def test_without_a_critic_too_ranks_change_nothing(config: PolicyConfig, world: int) -> None:
+    # Whitening is over the whole batch, so each rank's share of it must not show.
+    batch = moved(sampled(0))
+    (alone,), (expected,) = on_ranks(1, 64, lambda m: actor_update(m, batch, None, config, rng()))
+
+    models, metrics = on_ranks(world, 2, lambda m: actor_update(m, batch, None, config, rng()))
+
+    assert expected["check/engine_corrected"] > 0 and expected["actor/clip_fraction"] > 0
+    for model, figures in zip(models, metrics, strict=True):
+        for here, there in zip(model.gradients, alone.gradients, strict=True):
+            torch.testing.assert_close(here, there, rtol=0, atol=1e-6)
+        assert figures == pytest.approx(expected, abs=1e-5)
+
+
+def moved(batch: Batch) -> Batch:
+    """The batch with an engine that is near the policy, as a real one is."""
+    model = PlainModel()
+    with torch.no_grad():
+        near = model.logprobs(batch, 1.0).logprobs.float()
+    noise = 0.3 * torch.randn(near.shape, generator=rng(3))
+    return replace(batch, engine_logprobs=(near + noise) * batch.loss_mask)
 
 
 def loss_as_written(
@@ -266,11 +319,18 @@ def loss_as_written(
             token = int(tokens[t])
             logp, logq, logr = (float(x[t - 1, token]) for x in (new, old, ref))
             ratio, a = math.exp(logp - logq), float(gain[row, t])
-            clipped = min(max(ratio, 1 - c.clip), 1 + c.clip)
+            clipped = min(max(ratio, 1 - c.clip), 1 + (c.clip_high or c.clip))
+            kept = min(ratio * a, clipped * a)
+            if c.dual_clip is not None and a < 0:
+                kept = max(kept, c.dual_clip * a)
+            if c.engine_correction is not None:
+                weight = math.exp(logq - float(batch.engine_logprobs[row, t]))
+                inside = c.engine_correction.low <= weight <= c.engine_correction.high
+                kept *= weight if inside else 0.0
             d = logr - logp
             penalty = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[c.kl_estimator]
             spread = -sum(math.exp(float(x)) * float(x) for x in new[t - 1])
-            total += -min(ratio * a, clipped * a) + c.kl_coefficient * penalty
+            total += -kept + c.kl_coefficient * penalty
             total -= c.entropy_coefficient * spread
             count += 1
     return total / count
@@ -295,8 +355,12 @@ def finite_differences(net: Net, loss: Callable[[Net], float], picks: list[int])
 def test_the_actors_gradient_is_the_finite_difference_of_the_loss_as_written(
     estimator: str,
 ) -> None:
-    batch = sampled(1, count=4)
+    batch = moved(sampled(1, count=4))
     config = PolicyConfig(
+        clip=0.1,
+        clip_high=0.15,
+        dual_clip=1.2,
+        engine_correction=CorrectionConfig(kind="mask", low=0.85, high=1.2),
         epochs=2,
         minibatches=1,
         whiten_advantages=False,
@@ -323,6 +387,7 @@ def test_the_actors_gradient_is_the_finite_difference_of_the_loss_as_written(
         picks,
     )
     assert metrics["actor/clip_fraction"] > 0, "the case must reach the clip"
+    assert 0 < metrics["check/engine_corrected"] < 1, "the case must reach the mask"
     assert model.gradients[1][picks].tolist() == pytest.approx(expected, abs=2e-6)
 
 
@@ -580,11 +645,93 @@ def test_grpo_is_the_actors_update_on_group_advantages() -> None:
     r = batch.rewards
     centred = torch.cat([r[:3] - r[:3].mean(), r[3:] - r[3:].mean()])
 
-    grpo_update(models[0], batch, config, rng())
+    actor_update(models[0], batch, None, config, rng())
     actor_update(models[1], batch, centred[:, None] * batch.loss_mask, config, rng())
 
     torch.testing.assert_close(models[0].gradients[0], models[1].gradients[0], atol=1e-6, rtol=0)
     assert models[0].gradients[0].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_with_the_kl_in_the_reward_it_lowers_advantages_and_is_not_in_the_loss(
+    estimator: str,
+) -> None:
+    batch = sampled(11, count=6)
+    config = ReinforcePPConfig(
+        minibatches=1, kl_coefficient=0.3, kl_estimator=estimator, whiten_advantages=False
+    )  # type: ignore[arg-type]
+    models = [PlainModel(), PlainModel()]
+    for model in models:
+        with torch.no_grad():
+            model.reference.head.bias[2] += 0.7
+    with torch.no_grad():
+        ours = models[0].logprobs(batch, 1.0).logprobs
+        theirs = models[0].logprobs(batch, 1.0, bank="reference").logprobs
+    r = theirs - ours
+    taken = {"k1": -r, "k2": r.square() / 2, "k3": r.exp() - 1 - r}[estimator] * batch.loss_mask
+    to_come = taken.flip(1).cumsum(1).flip(1)
+    gain = (batch.rewards[:, None] - 0.3 * to_come) * batch.loss_mask
+
+    metrics = actor_update(models[0], batch, None, config, rng())
+    plain = config.model_copy(update={"kl_in": "loss", "kl_coefficient": 0.0})
+    actor_update(models[1], batch, gain.float(), plain, rng())
+
+    torch.testing.assert_close(models[0].gradients[0], models[1].gradients[0], atol=1e-6, rtol=0)
+    assert metrics["actor/loss"] == pytest.approx(metrics["actor/policy_loss"], abs=1e-9)
+
+
+SCORED = PPOConfig(kl_in="reward", kl_estimator="k1", kl_coefficient=0.3, minibatches=2, lam=1.0)
+
+
+def apart() -> PlainModel:
+    """A policy that has left its reference."""
+    model = PlainModel(micro_batch=4)
+    with torch.no_grad():
+        model.reference.head.bias[2] += 0.7
+    return model
+
+
+def test_the_critic_learns_the_reward_less_the_kl_that_the_actor_scored() -> None:
+    # With lambda = gamma = 1 the return of token t is the reward less all penalties from t on.
+    batch, actor = sampled(2), apart()
+
+    scored = score(actor, batch, SCORED, rng())
+    found, _ = critic_update(PlainModel(), batch, SCORED, rng(), scored)
+
+    taken = 0.3 * (scored.old - scored.reference) * batch.loss_mask
+    returns = (batch.rewards[:, None] - taken.flip(1).cumsum(1).flip(1)) * batch.loss_mask
+    assert taken.abs().max() > 0.01
+    torch.testing.assert_close(found.returns, returns, rtol=0, atol=1e-6)
+
+
+def test_what_was_scored_is_what_the_update_would_have_computed() -> None:
+    batch, gain = sampled(2), advantages_for(sampled(2))
+    models = [apart(), apart()]
+
+    before = actor_update(models[0], batch, gain, SCORED, rng())
+    scored = score(models[1], batch, SCORED, rng())
+    passes = models[1].forward_rows
+    after = actor_update(models[1], batch, gain, SCORED, rng(), scored)
+
+    assert before == after
+    for left, right in zip(models[0].gradients, models[1].gradients, strict=True):
+        assert torch.equal(left, right)
+    assert models[0].forward_rows == models[1].forward_rows > passes
+
+
+def test_a_critic_that_was_told_no_scores_refuses_the_kl_in_the_reward() -> None:
+    with pytest.raises(ValueError, match="what the actor scored"):
+        critic_update(PlainModel(), sampled(2), SCORED, rng())
+
+
+def test_the_critic_takes_several_steps_for_each_of_the_actor() -> None:
+    config = PPOConfig(epochs=1, critic_epochs=3, minibatches=2)
+    critic, actor = PlainModel(), PlainModel()
+
+    found, _ = critic_update(critic, sampled(1), config, rng())
+    actor_update(actor, sampled(1), found.advantages, config, rng())
+
+    assert (len(critic.gradients), len(actor.gradients)) == (3 * 2, 1 * 2)
 
 
 def answers(model: PlainModel, seed: int, count: int = 48) -> Batch:
@@ -611,7 +758,14 @@ def answers(model: PlainModel, seed: int, count: int = 48) -> Batch:
     return collate(rows, PAD)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+WITHOUT_CRITIC: dict[str, PolicyConfig] = {
+    "grpo": GRPOConfig(minibatches=2),
+    "rloo": RLOOConfig(minibatches=2),
+    "reinforce_pp": ReinforcePPConfig(minibatches=2),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", *WITHOUT_CRITIC])
 def test_a_policy_learns_what_is_rewarded(algorithm: str) -> None:
     actor, critic = PlainModel(adam=True, rate=0.02), PlainModel(adam=True, rate=0.02, seed=1)
     rewards, explained = [], []
@@ -623,13 +777,13 @@ def test_a_policy_learns_what_is_rewarded(algorithm: str) -> None:
             explained.append(figures["critic/explained_variance"])
             metrics = actor_update(actor, batch, found.advantages, config, rng(step))
         else:
-            metrics = grpo_update(actor, batch, GRPOConfig(minibatches=2), rng(step))
+            metrics = actor_update(actor, batch, None, WITHOUT_CRITIC[algorithm], rng(step))
         rewards.append(metrics["train/reward"])
 
     # Seven tokens: a policy that hasn't learnt stays near 1 / 7.
     assert rewards[0] < 0.3
     assert np.mean(rewards[-3:]) > 0.6
-    assert algorithm == "grpo" or max(explained[5:]) > 0.2
+    assert algorithm != "ppo" or max(explained[5:]) > 0.2
 
 
 PAIRS = [Pair([1, 2], [3, 4, 6]), Pair([5], [2, 6]), Pair([4, 4, 1], [6])]

@@ -17,7 +17,7 @@ from fsm_trainer.algorithms.config import GRPOConfig, PolicyConfig, PPOConfig
 from fsm_trainer.data.trajectory import Sample, Status, Trajectory
 from fsm_trainer.machine.version import Version
 from fsm_trainer.training.batch import Batch, collate
-from fsm_trainer.training.ppo import actor_update, critic_update, grpo_update
+from fsm_trainer.training.ppo import actor_update, critic_update
 from tests.training.ranks import VOCABULARY, Rank, checksum, finish, make_model
 
 RATE, CLIP_NORM, UPDATES, WORLDS = 1e-3, 1.0, 2, (1, 2, 4)
@@ -87,7 +87,7 @@ def update(rank: Rank, models: dict[str, Path], case: dict[str, Any]) -> dict[st
                 gain, first = gains[step], step == 0
                 figures = actor_update(trainer, batch, gain, PPO, rng(step), first=first)
             else:
-                figures = grpo_update(trainer, batch, GRPO, rng(step), first=step == 0)
+                figures = actor_update(trainer, batch, None, GRPO, rng(step), first=step == 0)
             metrics.append(figures)
         # Not in the arena of a gathered parameter, which the next one takes over.
         weights = {name: t.float().clone() for name, t in trainer.named_weights()}

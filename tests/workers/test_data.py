@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from fsm_trainer.data.sources import DataConfig
 from fsm_trainer.data.trajectory import Sample, Status, Trajectory
 from fsm_trainer.machine.version import Version
 from fsm_trainer.workers import data as module
-from fsm_trainer.workers.data import DataHost, Summary
+from fsm_trainer.workers.data import DataHost, Kept, Summary
+
+NEWEST = Version(1, 1)
 
 
 class NoRewards:
@@ -79,9 +82,29 @@ def test_a_part_is_summed_up_by_what_was_aborted_and_the_versions_of_the_rest(
     assert host.summary(part) == Summary(1, frozenset({Version(1, 2), Version(1, 3)}))
 
 
-def trajectory(status: Status, version: Version) -> Trajectory:
+def test_groups_of_equal_rewards_are_dropped_and_counted_over_all_rounds(host: DataHost) -> None:
+    def scored(group: str, *rewards: float) -> list[Trajectory]:
+        return [replace(trajectory(group=group), reward=reward) for reward in rewards]
+
+    split, late, won, alone = (
+        scored("a", 1, 0),
+        scored("d", 0, 1),
+        scored("b", 1, 1),
+        scored("c", 1),
+    )
+
+    kept, found = host.informative([*split[:1], *won, *split[1:], *alone], late)
+
+    assert kept == [*split, *late]
+    # Means are of all seven, so that filtering doesn't flatter: 5 of 7 rewards are 1.
+    assert found == Kept({"reward": pytest.approx(5 / 7), "count": 4.0}, groups=2, dropped=2)
+
+
+def trajectory(
+    status: Status = Status.FINISHED, version: Version = NEWEST, group: str = "a"
+) -> Trajectory:
     return Trajectory(
-        sample=Sample("a", "1+1=", "2", "a"),
+        sample=Sample("a", "1+1=", "2", group),
         tokens=np.array([1, 2], dtype=np.int32),
         loss_mask=np.array([0, 1], dtype=np.uint8),
         logprobs=np.array([0.0, -0.5], dtype=np.float32),

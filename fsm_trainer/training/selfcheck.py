@@ -290,7 +290,7 @@ def _numbers(gap: Gap, allowed: Limits) -> str:
 def _worst(batch: Batch, gap: Gap, sampler: str, other: str) -> str:
     return (
         f"worst at token {gap.token} of sample {batch.ids[gap.row]!r}: log-probability "
-        f"{gap.sampler:.6g} ({sampler}), {gap.other:.6g} ({other})"
+        f"{gap.sampler:.9g} ({sampler}), {gap.other:.9g} ({other})"
     )
 
 
@@ -298,6 +298,6 @@ def _tell(model: ModelPort, told: str, why: list[str], stops: bool, further: str
     """Stop, on all ranks, or warn, on the first."""
     if stops:
         likely = f"Likely causes, the likeliest first: {'; '.join(why)}"
-        raise SelfCheckFailed(f"{told}. {likely}. Nothing was updated. {further} would go on")
+        raise SelfCheckFailed(f"{told}. {likely}. The policy was not updated. To go on: {further}")
     if model.rank == 0:
         log.warning("a self check failed", problem=told, causes=why)

@@ -73,6 +73,18 @@ def test_a_fault_stops_every_rank_with_the_same_words_before_anything_moves(
         assert model.weights == [], "a step was taken"
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_without_a_fault_every_rank_passes_and_says_so(world: int) -> None:
+    batch = sampled(3)
+
+    models, metrics = on_ranks(world, 2, lambda model: first_update(model, batch))
+
+    for model, figures in zip(models, metrics, strict=True):
+        assert figures["check/zero_kl"] == Verdict.PASSED
+        assert figures["check/zero_kl_max"] == 0.0
+        assert len(model.weights) == CONFIG.minibatches
+
+
 def test_the_worst_sample_is_named_with_its_token_and_both_log_probabilities() -> None:
     batch, model = sampled(3), PlainModel()
     off_by_one_weight(model)
@@ -85,7 +97,7 @@ def test_the_worst_sample_is_named_with_its_token_and_both_log_probabilities() -
     with pytest.raises(SelfCheckFailed) as caught:
         first_update(model, batch)
 
-    there = f"{ours[row, token]:.6g} (actor), {theirs[row, token]:.6g} (reference)"
+    there = f"{ours[row, token]:.9g} (actor), {theirs[row, token]:.9g} (reference)"
     assert f"log-ratio {gap:.3g} at most" in str(caught.value)
     assert f"worst at token {token} of sample 's{row}': log-probability {there}" in str(
         caught.value

@@ -5,7 +5,8 @@ column ``p`` whatever shares the batch, so no padding shifts it, and a row reads
 it has written. That, and two roundings, make the results bit-equal in every batch on CPU: rows are
 rounded up to 8, since MKL's matrix product gives fewer than 4 rows other bits, and columns to 16,
 since a vectorised sum groups its tail differently. Prefill stops one token before the end of the
-prompt; so every token drawn comes from the same kind of step.
+prompt; so every token drawn comes from the same kind of step. A mixture of experts is outside of
+that: each expert computes the rows that chose it, so last bits depend on who shares the batch.
 """
 
 from __future__ import annotations

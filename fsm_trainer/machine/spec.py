@@ -264,8 +264,7 @@ class _Role:
             if self.true(edge.when, "transitions", i, "when")
         }
         holds = {state: self.holds(file, state) for state in file.states}
-        rows = file.actions.items()
-        actions = {n: row for n, row in rows if self.true(row.when, "actions", n, "when")}
+        actions = {n: a for n, a in file.actions.items() if self.true(a.when, "actions", n, "when")}
         table = RoleTable(file.role, holds, tuple(edges.values()), actions)
         _refuse(self.document, self.problems(table, edges))
         return table

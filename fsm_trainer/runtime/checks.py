@@ -102,13 +102,10 @@ class Checks:
             raise self.fail("algorithm.name", f"doesn't fit schedule {name}, which {has}", remedy)
         scores = spec.schedule.facts.get("kl_in_reward", False)
         if critic and scores != (config.algorithm.kl_in == "reward"):
-            has = (
-                "the actor scores before the critic"
-                if scores
-                else "nobody scores before the critic"
-            )
+            who = "the actor" if scores else "nobody"
+            problem = f"doesn't fit schedule {name}, in which {who} scores before the critic"
             remedy = "Write reward with schedule disaggregated_critic_score, loss with another."
-            raise self.fail("algorithm.kl_in", f"doesn't fit schedule {name}: {has}", remedy)
+            raise self.fail("algorithm.kl_in", problem, remedy)
         if config.train_offload is not None and config.train_offload is not critic:
             word = "sleep in turn, because they share devices" if critic else "never sleep"
             problem = f"contradicts schedule {name}, in which the trainers {word}"

@@ -59,6 +59,7 @@ MISTAKES = [
     (PLAN, "action: push", "action: shove", "unknown action 'shove'"),
     (PLAN, "main: [rollout,", "main: [rolout,", "unknown phase 'rolout'"),
     (PLAN, "facts: {colocated: false", "facts: {collocated: false", "unknown fact"),
+    ("actor.yaml", "when: kl_in_reward", "when: kl_in_rewards", "unknown fact"),
 ]  # fmt: skip
 
 
@@ -124,3 +125,4 @@ def test_what_is_held_depends_on_the_facts(schedule: str) -> None:
     connected = spec.roles[Role.ROLLOUT].holds[State.CONNECTED]
     assert ("kv" in connected) is not spec.schedule.facts["colocated"]
     assert (Role.CRITIC in spec.roles) is spec.schedule.facts["critic"]
+    assert ("score" in spec.roles[Role.ACTOR].actions) is spec.schedule.facts["kl_in_reward"]

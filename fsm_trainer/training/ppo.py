@@ -51,8 +51,6 @@ class Scored:
     """Log-probabilities by the reference."""
     rerouted: torch.Tensor | None = None
     """See ``Scores``; with replayed routes."""
-    first: bool = False
-    """Whether the policy still was its reference."""
 
 
 def critic_update(
@@ -97,16 +95,9 @@ def critic_update(
 
 
 def score(
-    model: ModelPort,
-    batch: Batch,
-    config: PolicyConfig,
-    generator: torch.Generator,
-    first: bool = False,
+    model: ModelPort, batch: Batch, config: PolicyConfig, generator: torch.Generator
 ) -> Scored:
-    """Return the batch's log-probabilities, with the generator as the update will get it.
-
-    ``first`` says that the policy still is its reference.
-    """
+    """Return the batch's log-probabilities, with the generator as the update will get it."""
     epochs = draw_epochs(config.epochs, config.minibatches, batch.lengths, generator, model)
     # In the first epoch's own micro-batches: shapes are those of the gradient pass, so the first
     # ratio is 1 to the last bit, and a drift means a fault rather than another reduction order.
@@ -115,7 +106,7 @@ def score(
         lambda part: model.logprobs(part, temperature, with_entropy=True)
     )
     (reference,) = passes(lambda part: model.logprobs(part, temperature, bank="reference")[:1])
-    return Scored(old, entropy, reference, rerouted if batch.routes is not None else None, first)
+    return Scored(old, entropy, reference, rerouted if batch.routes is not None else None)
 
 
 def actor_update(
@@ -131,13 +122,12 @@ def actor_update(
     """Train the policy on ``advantages``, ``[batch, time]``; both are on the CPU, all rows.
 
     Without a critic there are none yet: they follow from the rewards. What was ``scored`` for the
-    critic is not computed again, and says itself whether the policy still was its reference, which
-    ``first`` does otherwise. Gives the same metrics on every rank: ``train/``, ``check/`` and
-    ``rollout/`` ones describe the batch under the policy as it was before the update. Raises
-    SelfCheckFailed, on all ranks and with nothing updated, where ``checks`` say so.
+    critic is not computed again. ``first`` says that the policy still is its reference. Gives the
+    same metrics on every rank: ``train/``, ``check/`` and ``rollout/`` ones describe the batch
+    under the policy as it was before the update. Raises SelfCheckFailed, on all ranks and with
+    nothing updated, where ``checks`` say so.
     """
-    scored = scored or score(model, batch, config, generator.clone_state(), first)
-    first = scored.first
+    scored = scored or score(model, batch, config, generator.clone_state())
     old, entropy, reference = scored.old, scored.entropy, scored.reference
     epochs = draw_epochs(config.epochs, config.minibatches, batch.lengths, generator, model)
     mask, temperature = batch.loss_mask, config.temperature

@@ -235,9 +235,9 @@ class ActorHost(TrainerHost):
         self, trajectories: Sequence[Trajectory], config: PolicyConfig, step: int
     ) -> tuple[Scored, dict[str, float]]:
         """Log-probabilities of actor and reference; the first time freezes the reference."""
-        first = self._frozen()
+        self._freeze()
         batch = collate(trajectories, self.pad_token, self.routing)
-        return score(self.trainer, batch, config, self.generator(step), first), {}
+        return score(self.trainer, batch, config, self.generator(step)), {}
 
     def do_train(
         self,
@@ -250,7 +250,8 @@ class ActorHost(TrainerHost):
         dump: Path | None = None,
     ) -> tuple[None, dict[str, float]]:
         """One step of the algorithm; the first one freezes the reference."""
-        first = self._frozen() if scored is None else scored.first
+        self._freeze()
+        first = self.trainer.steps == 0  # not after a resume, and whenever the reference was taken
         batch = collate(trajectories, self.pad_token, self.routing)
         every = checks.free_routing_every
         due = batch.routes is not None and every and (first or (step - 1) % every == 0)
@@ -264,12 +265,6 @@ class ActorHost(TrainerHost):
             told.metrics = metrics
         return None, metrics | free | self.replicas(step, checks)
 
-    def _frozen(self) -> bool:
-        """Whether the reference was taken only now, so that it still is the actor.
-
-        After a resume it came with the checkpoint, and the actor has left it.
-        """
-        if self.trainer.has_reference:
-            return False
-        self.trainer.snapshot_reference()
-        return True
+    def _freeze(self) -> None:
+        if not self.trainer.has_reference:
+            self.trainer.snapshot_reference()

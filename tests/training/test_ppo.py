@@ -711,7 +711,7 @@ def test_what_was_scored_is_what_the_update_would_have_computed() -> None:
     before = actor_update(models[0], batch, gain, SCORED, rng())
     scored = score(models[1], batch, SCORED, rng())
     passes = models[1].forward_rows
-    after = actor_update(models[1], batch, gain, SCORED, rng(), scored)
+    after = actor_update(models[1], batch, gain, SCORED, rng(), scored=scored)
 
     assert before == after
     for left, right in zip(models[0].gradients, models[1].gradients, strict=True):

@@ -24,8 +24,8 @@ from fsm_trainer.machine.errors import (
     SelfCheckFailed,
     WorkerLost,
 )
+from fsm_trainer.machine.legal import actors_of
 from fsm_trainer.machine.names import Role
-from fsm_trainer.machine.planner import actors_of
 from fsm_trainer.machine.version import Version
 from fsm_trainer.runtime.checkpoints import Checkpoints, Position
 from fsm_trainer.runtime.config import Only, Run
@@ -84,6 +84,7 @@ class Driver:
             "evaluate": self._evaluate,
             "warm_up": self._warm_up,
             "values": self._values,
+            "send_values": self._send_values,
             "train": self._train,
             "push": self.push,
         }
@@ -168,8 +169,9 @@ class Driver:
     async def _lane(self, phases: tuple[str, ...], step: int) -> None:
         if self.run.only is Only.TRAIN:
             await self._undump(step)
+        of_the_actor = {"send_values", "push", *(() if self.run.critic_apart else ("train",))}
         for phase in self.run.phases(phases):
-            if self._critic_warms(step) and self.spec.phases[phase].action in ("train", "push"):
+            if self._critic_warms(step) and self.spec.phases[phase].action in of_the_actor:
                 continue
             await self._phase(phase)
 
@@ -188,7 +190,8 @@ class Driver:
             except TrainerLost:
                 raise
             except (WorkerLost, ActionFailed, EffectFailed) as error:
-                repeatable = isinstance(error, WorkerLost) or phase.action == "push"
+                joint = phase.action in ("push", "send_values")
+                repeatable = isinstance(error, WorkerLost) or joint
                 if not repeatable or attempt == ATTEMPTS:
                     raise
                 log.warning("the phase begins again", phase=name, error=str(error))
@@ -274,15 +277,24 @@ class Driver:
         results = await self.reconciler.act("values", {"critic": arguments})
         self.progress.advantages = results["critic"].payload
         self.progress.numbers |= results["critic"].value
-        await self._save("critic")
+        if not self.run.critic_apart:
+            await self._save("critic")
+
+    async def _send_values(self) -> None:
+        names = self._names("send_values")
+        await self.reconciler.act("send_values", dict.fromkeys(names, (self.progress.step,)))
 
     async def _train(self) -> None:
+        """Train the actor; beside it the critic, where that has devices of its own."""
         step, batch = self.progress.step, self.progress.batch
         arguments = (batch, self.progress.advantages, self.config.algorithm, step)
-        results = await self.reconciler.act("train", {"actor": arguments})
-        self.progress.numbers |= results["actor"].value
+        names = ["critic"] if self._critic_warms(step) else self._names("train")
+        results = await self.reconciler.act("train", dict.fromkeys(names, arguments))
+        for name in names:
+            self.progress.numbers |= results[name].value
         self._check_first(step)
-        await self._save("actor")
+        for name in names:
+            await self._save(name)
 
     def _check_first(self, step: int) -> None:
         """Before the first update actor and reference are the same weights: their KL is 0."""

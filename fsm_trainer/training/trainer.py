@@ -51,7 +51,8 @@ _ORDER: tuple[Resource, ...] = get_args(Resource)
 class ModelTrainer:
     """One rank's model and AdamW in DeepSpeed; implements ``ModelPort``.
 
-    ``total_steps`` are the optimizer steps of the whole run. All methods raise
+    ``total_steps`` are the optimizer steps of the whole run. Once there is a folder ``warmed_up``,
+    a start takes it in the place of ``model_dir``. All methods raise
     :class:`~fsm_trainer.machine.errors.Refused` when a resource that they need isn't held, and
     :class:`~fsm_trainer.machine.errors.PeerLost` when another rank is gone.
     """
@@ -69,6 +70,7 @@ class ModelTrainer:
         scratch: Path,
         seed: int,
         total_steps: int,
+        warmed_up: Path | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.micro_batch, self.packing = config.micro_batch, config.packing
@@ -77,6 +79,7 @@ class ModelTrainer:
         self.held: set[str] = set()
         self.steps = 0
         self._head, self._source, self._config = head, model_dir, config
+        self._warmed_up = warmed_up
         self._name, self._seed = f"{role}-{rank}", derive(seed, role, rank)
         self._planned = self._configured = config.learning_rate, config.schedule, total_steps
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -100,6 +103,8 @@ class ModelTrainer:
             self._refuse(f"acquire {resource}", f"{resource} is held", needs="release it first")
         self._need(f"acquire {resource}", *_ORDER[: _ORDER.index(resource)])
         if resource == "bank":
+            if self._warmed_up is not None and self._warmed_up.is_dir():
+                self._source = self._warmed_up
             models.check_folder(self._checkpoint or self._source)
         elif resource == "weights":
             self._wake_weights()

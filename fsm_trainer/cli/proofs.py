@@ -23,10 +23,13 @@ from fsm_trainer.verify.story import for_programs, sequence_diagram, write_test
 @shell.command
 def check(
     schedule: shell.Schedule = None,
-    rollouts: shell.Rollouts = 2,
+    rollouts: Annotated[
+        int | None, shell.option("--rollouts", "N", "Up to how many rollout workers.", min=1)
+    ] = None,
     driven: Annotated[
-        int, shell.option("--driven", "N", "Up to how many, as the schedule drives them.", min=0)
-    ] = 3,
+        int | None,
+        shell.option("--driven", "N", "Up to how many, as the schedule drives them.", min=0),
+    ] = None,
     fine: Annotated[
         bool, shell.option("--fine", None, "Let other things happen between any two effects.")
     ] = False,
@@ -43,10 +46,10 @@ def check(
     """Visit every state that the tables allow; start nothing.
 
     With a fault between any two events: triggers in any order, for one rollout worker up to
-    --rollouts, and as the schedule drives them, up to --driven. A violation is told by the
-    shortest way there, as a Mermaid sequence diagram, and the first one by --test as a pytest file
-    that replays it on the real lifecycles. Exits with 1 if a property fails, a mutant survives, or
-    the states are too many.
+    --rollouts (2), and as the schedule drives them, up to --driven (3); by default one fewer each
+    where a critic is at the link, too. A violation is told by the shortest way there, as a Mermaid
+    sequence diagram, and the first one by --test as a pytest file that replays it on the real
+    lifecycles. Exits with 1 if a property fails, a mutant survives, or the states are too many.
     """
     names = schedules(states)
     if schedule is not None:
@@ -72,13 +75,17 @@ class _Found(NamedTuple):
     verdict: Verdict
 
 
-def _check(specs: list[Spec], rollouts: int, driven: int, fine: bool, most: int) -> list[_Found]:
+def _check(
+    specs: list[Spec], rollouts: int | None, driven: int | None, fine: bool, most: int
+) -> list[_Found]:
     found: list[_Found] = []
-    modes = {"any order": (explore, rollouts), "driven": (check_driven, driven)}
+    modes = {"any order": (explore, rollouts, 2), "driven": (check_driven, driven, 3)}
     with _progress() as bar:
         for spec in specs:
-            for mode, (search, workers) in modes.items():
-                for count in range(1, workers + 1):
+            # A third end of a link makes as many states as one rollout worker more.
+            more = any(len(ends) > 2 for ends in System.of(spec, 1).all_ends.values())
+            for mode, (search, workers, usual) in modes.items():
+                for count in range(1, 1 + (usual - more if workers is None else workers)):
                     system = System.of(spec, count)
                     task = bar.add_task(f"{spec.name}, {mode}, {count} rollout workers", details="")
 

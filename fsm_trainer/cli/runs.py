@@ -77,6 +77,10 @@ def _limited(loaded: Run, rollout_only: bool, dump: Path | None) -> Run:
 
     if dump is None:
         return replace(loaded, only=Only.ROLLOUT)
+    if loaded.critic_apart:
+        remedy = "Train with --set schedule=disaggregated_critic: it learns the same"
+        problem = f"{loaded.spec.name} sends values over a link that opens to rollout workers only"
+        raise ConfigError(f"--train-only: {problem}. {remedy}")
     if rollout_only:
         raise ConfigError("--train-only: it contradicts --rollout-only. Remove one of them")
     for step in range(1, loaded.config.steps + 1):

@@ -284,7 +284,7 @@ class Lease:
 
         me = self.membership
         deadline = time.monotonic() + me.timeout
-        owner = f"{me.link} {me.name}"
+        owner = f"{me.link}/{me.group} {me.name}"
         try:
             self._step = f"reaching the rendezvous at {me.store}"
             roll = RollCall(me, connect(me.store, me.timeout, owner))
@@ -342,7 +342,7 @@ class Lease:
         self._pending.clear()
 
 
-_newest: dict[tuple[Address, str, str], Lease] = {}
+_newest: dict[tuple[Address, str, str, str], Lease] = {}
 """The last lease that each member opened in this process: only a newer epoch follows it."""
 _newest_lock = threading.Lock()
 
@@ -350,7 +350,7 @@ _newest_lock = threading.Lock()
 def _admit(lease: Lease) -> None:
     """Let ``lease`` open, and end the link's older one; LeaseExpired unless its epoch is newer."""
     me = lease.membership
-    place = (me.store, me.link, me.name)
+    place = (me.store, me.link, me.group, me.name)
     with _newest_lock:
         older = _newest.get(place)
         if older is not None and me.epoch <= older.epoch:
@@ -369,7 +369,7 @@ def _close_all() -> None:
 
 
 def open_all(memberships: Iterable[Membership], device: str = "cpu") -> tuple[Lease, ...]:
-    """Open a bundle of groups in the one global order (that of the links' names), all or none.
+    """Open a bundle of groups in the one global order (that of their names), all or none.
 
     All processes open in the same order whatever order they were told, so that two that share
     several groups can't wait for each other. Returns the leases in that order: use them in it,
@@ -378,7 +378,7 @@ def open_all(memberships: Iterable[Membership], device: str = "cpu") -> tuple[Le
     with contextlib.ExitStack() as opened:
         leases = tuple(
             opened.enter_context(Lease.open(membership, device))
-            for membership in sorted(memberships, key=lambda one: one.link)
+            for membership in sorted(memberships, key=lambda one: (one.link, one.group))
         )
         opened.pop_all()
     return leases

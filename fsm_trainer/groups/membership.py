@@ -1,4 +1,4 @@
-"""Who belongs to one epoch of one link: what the driver sends to each member."""
+"""Who belongs to a group of one epoch of one link: what the driver sends to each member."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Membership:
     ``members`` are the names of all members by rank; ``timeout`` is the deadline of each
     operation, and of opening, in seconds. ``kind`` is the way that weights take: the ``group``
     itself, ``ipc`` or ``disk``, then through files in ``folder``; beside the group they leave it to
-    gloo, whatever ``backend`` says. Raises ConfigError when the fields contradict.
+    gloo, whatever ``backend`` says. A link may be a bundle: each ``group`` of it has members and a
+    store prefix of its own, and all end together. Raises ConfigError when the fields contradict.
     """
 
     link: str
@@ -30,6 +31,7 @@ class Membership:
     timeout: float
     kind: str = "group"
     folder: str | None = None
+    group: str = ""
 
     def __post_init__(self) -> None:
         names = self.members

@@ -81,15 +81,18 @@ class Rendezvous:
 class RollCall:
     """One member's view of one epoch: who arrived, whether it is over, who still answers.
 
-    Plain keys under the epoch's prefix; every method blocks on the store. A backend's error seldom
-    says which peer is gone ("connection closed by peer"); the roll call does.
+    Plain keys under the group's prefix; that the epoch is over stands under the epoch's own, so the
+    groups of a bundle end as one. Every method blocks on the store. A backend's error seldom says
+    which peer is gone ("connection closed by peer"); the roll call does.
     """
 
     def __init__(self, membership: Membership, store: Store) -> None:
         from torch._C._distributed_c10d import PrefixStore
 
         self._me = membership
-        self.store = PrefixStore(epoch_prefix(membership.link, membership.epoch), store)
+        epoch = PrefixStore(epoch_prefix(membership.link, membership.epoch), store)
+        self.store = PrefixStore(membership.group, epoch) if membership.group else epoch
+        self._epoch = epoch
 
     def arrive(self, deadline: float) -> None:
         """Write one's name and wait for everybody else's, until ``deadline`` (monotonic).
@@ -120,11 +123,11 @@ class RollCall:
 
     def broken(self) -> Mark | None:
         """Return the mark that ended the epoch, or None."""
-        return Mark(*json.loads(self.store.get(_BROKEN))) if self.store.check([_BROKEN]) else None
+        return Mark(*json.loads(self._epoch.get(_BROKEN))) if self._epoch.check([_BROKEN]) else None
 
     def report(self, mark: Mark) -> Mark:
         """Tell all members that the epoch is over; the first mark stays, and is returned."""
-        return Mark(*json.loads(self.store.compare_set(_BROKEN, "", json.dumps(mark))))
+        return Mark(*json.loads(self._epoch.compare_set(_BROKEN, "", json.dumps(mark))))
 
     def answer(self) -> None:
         """Say that this member is alive (or left in good order)."""

@@ -90,10 +90,8 @@ def parse(text: str) -> Guard:
     """
     tree = _tree(text)
     _Check(text).expression(tree, None)
-    match tree:
-        case ast.BoolOp(op=ast.And(), values=parts):
-            return Guard(text, tuple(parts))
-    return Guard(text, (tree,))
+    parts = tree.values if isinstance(tree, ast.BoolOp) and type(tree.op) is ast.And else [tree]
+    return Guard(text, tuple(parts))
 
 
 def constant(text: str, facts: Mapping[str, bool]) -> bool:
@@ -177,9 +175,7 @@ def _compiled(node: ast.expr) -> Test:
         case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner in PLURAL:
             return lambda view, worker, peer: view.attribute(peer or worker, name)
         case ast.Attribute(value=ast.Name(id=owner), attr=name):
-            return lambda view, worker, peer: next(
-                (view.attribute(one, name) for one in view.peers(owner)), None
-            )
+            return lambda view, *_: next((view.attribute(n, name) for n in view.peers(owner)), None)
         case ast.Constant(value=int() as value) | ast.Name(id=value):
             return lambda view, worker, peer: value
         case ast.Compare(left=left, comparators=[ast.List(elts=options)]):

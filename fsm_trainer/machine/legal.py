@@ -81,8 +81,14 @@ def movers_of(system: System, world: World, link: str) -> list[str]:
 def joint_ends(system: System, world: World, link: str, trigger: str) -> tuple[str, ...]:
     """Who must move together: every live end to open a link, whoever still holds it to close it."""
     i, closes = system.links[link], trigger == Trigger.DISCONNECT
-    ends = [n for n in system.ends(world, system.spec.links[link]) if system.within(n)]
+    ends = [n for n in system.ends(world, link) if system.within(n)]
     return tuple(n for n in ends if not closes or system.get(world, n).epochs[i])
+
+
+def actors_of(system: System, world: World, action: str) -> list[str]:
+    """The live workers whose role has the action: who must do a joint one together."""
+    able = (n for n in system.names if action in system.table(n).actions)
+    return [name for name in able if system.get(world, name).live]
 
 
 def refusals(system: System, world: World, trigger: str, name: str) -> list[str]:
@@ -99,16 +105,14 @@ def refusals(system: System, world: World, trigger: str, name: str) -> list[str]
 
 def action_refusals(system: System, world: World, action: str, name: str) -> list[str]:
     """Why a worker refuses an action; empty if it would do it."""
-    worker, known = system.get(world, name), system.table(name).actions
-    if action not in known:
-        return [f"{name} has no action {action!r}, only {sorted(known)}"]
-    found, needs = _absent(name, worker), known[action].needs
-    missing = sorted(needs - worker.held)
-    if missing:
-        legal = [str(s) for s, held in system.table(name).holds.items() if needs <= set(held)]
-        where = f"{action} is legal in {' or '.join(legal)}"
-        found.append(f"it does not hold {', '.join(missing)}: {where}")
-    return found + known[action].guard.explain(WorldView(system, world), name)
+    worker, table = system.get(world, name), system.table(name)
+    if action not in table.actions:
+        return [f"{name} has no action {action!r}, only {sorted(table.actions)}"]
+    found, row = _absent(name, worker), table.actions[action]
+    if missing := sorted(row.needs - worker.held):
+        where = " or ".join(s for s, held in table.holds.items() if row.needs <= {*held})
+        found.append(f"it does not hold {', '.join(missing)}: {action} is legal in {where}")
+    return found + row.guard.explain(WorldView(system, world), name)
 
 
 def _absent(name: str, worker: Worker) -> list[str]:

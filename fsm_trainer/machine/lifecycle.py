@@ -241,6 +241,5 @@ class Lifecycle:
                 self._apply(on.Confirmed(self.name))
 
     def _settled(self, before: Worker, trigger: Trigger | None) -> None:
-        planned = self._dispatch.follow(str(trigger), self.state)
-        ok = planned or trigger is Trigger.SEVER
+        ok = self._dispatch.follow(str(trigger), self.state) or trigger is Trigger.SEVER
         self._observe(Record(self.name, str(trigger), before, self.worker, ok))

@@ -57,12 +57,6 @@ def apply(system: System, world: World, move: Move) -> World:
     return advance(system, world, on.Acted(move.name, move.workers))
 
 
-def actors_of(system: System, world: World, action: str) -> list[str]:
-    """The live workers whose role has the action."""
-    names = system.names
-    return [n for n in names if system.get(world, n).live and action in system.table(n).actions]
-
-
 def unmet(system: System, world: World, phase: Phase) -> Iterator[str]:
     """Why a phase can't run its action yet; nothing when its wants hold and the action is legal."""
     for name, role in system.names.items():
@@ -73,7 +67,7 @@ def unmet(system: System, world: World, phase: Phase) -> Iterator[str]:
         if worker.live and wanted is not None and worker.state not in wanted:
             yield f"{name} is {worker.state}, wanted {' or '.join(sorted(wanted))}"
     if phase.action is not None:
-        names = actors_of(system, world, phase.action)
+        names = legal.actors_of(system, world, phase.action)
         if not names:
             yield f"nobody is left who could {phase.action}"
         for name in names:
@@ -154,10 +148,10 @@ def _moves(system: System, world: World) -> list[Move]:
         for edge in system.table(names[0]).transitions if worker.live and not worker.move else ():
             if edge.source == worker.state and edge.joint is None:
                 found.add(Move(edge.trigger, names))
-    for link, ends in system.spec.links.items():
+    found.add(Move("push", tuple(legal.actors_of(system, world, "push"))))
+    for link in system.links:
         for trigger in (Trigger.CONNECT, Trigger.DISCONNECT):
             found.add(Move(trigger, legal.joint_ends(system, world, link, trigger)))
-        found.add(Move("push", tuple(system.ends(world, ends))))
     return sorted((m for m in found if m.workers), key=lambda m: (ORDER.index(m.name), m.workers))
 
 

@@ -6,7 +6,7 @@ checked and run is one machine per configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -37,7 +37,11 @@ class Resource(_Model):
 
 
 class LinkSpec(_Model):
-    """A link: the hub's role sends what it ``carries`` to the spokes' role."""
+    """A link: the hub's role sends what it ``carries`` to the spokes' role.
+
+    Its ends are all whose tables hold it. A further role has a group of its own with the hub, under
+    the same epoch: all groups open and break as one.
+    """
 
     hub: AnyRole
     spokes: AnyRole
@@ -83,6 +87,7 @@ class RoleFile(_Model):
 
     role: AnyRole
     states: dict[State, list[str | dict[str, str]]]
+    when: dict[State, str] = Field({}, description="where a state exists; absent: everywhere")
     transitions: list[Transition]
     actions: dict[str, Action] = {}
 
@@ -150,10 +155,9 @@ class RoleTable:
         last = {r: max(h.index(r) for h in self.holds.values() if r in h) for r in sorted(surplus)}
         return True, max(last, key=last.__getitem__)
 
-    def largest_state(self, held: Iterable[str]) -> State:
+    def largest_state(self, held: Set[str]) -> State:
         """The declared state that holds most of ``held`` and nothing else."""
-        keep = frozenset(held)
-        fitting = [s for s, resources in self.holds.items() if keep.issuperset(resources)]
+        fitting = [s for s, resources in self.holds.items() if held >= {*resources}]
         return max(fitting, key=lambda s: len(self.holds[s]))
 
 
@@ -263,8 +267,11 @@ class _Role:
             for i, edge in enumerate(file.transitions)
             if self.true(edge.when, "transitions", i, "when")
         }
-        holds = {state: self.holds(file, state) for state in file.states}
-        actions = {n: a for n, a in file.actions.items() if self.true(a.when, "actions", n, "when")}
+        _refuse(self.document, _unknown("state", file.when, file.states, ("when",)))
+        states = [s for s in file.states if self.true(file.when.get(s), "when", s)]
+        holds = {state: self.holds(file, state) for state in states}
+        rows = file.actions.items()
+        actions = {n: row for n, row in rows if self.true(row.when, "actions", n, "when")}
         table = RoleTable(file.role, holds, tuple(edges.values()), actions)
         _refuse(self.document, self.problems(table, edges))
         return table
@@ -291,8 +298,7 @@ class _Role:
             yield from _unknown("resource", names, self.resources, at)
             homeless = not any(names <= {*held} for held in holds.values())
             yield homeless, f"no state holds all of {sorted(names)}", at
-        joint: list[tuple[Key, Guarded]] = [*edges.items(), *rows.items()]
-        for at, row in joint:
+        for at, row in [*edges.items(), *rows.items()]:
             yield from _unknown("link", {row.joint} - {None}, self.links, at)
             yield from _unknown("role", row.guard.roles, self.roles, (*at, "guard"))
         empty = holds.get(State.DISCONNECTED) == ()

@@ -111,7 +111,7 @@ def _open(system: System, world: World, event: on.Begin, link: str) -> World:
     if epoch <= here.epoch or (here.state, "open") not in system.spec.link_moves:
         why = f"{link} is {here.state} at epoch {here.epoch} and can't open epoch {epoch}"
         _refuse(system, world, event.workers[0], event.trigger, why)
-    members = frozenset(system.ends(world, system.spec.links[link]))
+    members = frozenset(system.ends(world, link))
     return _link_moves(system, world, link, "open", epoch=epoch, members=members)
 
 
@@ -236,7 +236,7 @@ def _act(system: System, world: World, event: on.Act) -> World:
             _refuse(system, world, name, event.action, *because)
     link = _joint_action(system, event)
     if link is not None:
-        ends = [n for n in system.ends(world, system.spec.links[link]) if system.within(n)]
+        ends = [n for n in legal.actors_of(system, world, event.action) if system.within(n)]
         _together(system, world, event.action, ends, event.workers)
     for name in event.workers:
         worker = system.get(world, name)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from fsm_trainer.machine.errors import SpecError
 from fsm_trainer.machine.guards import Value
 from fsm_trainer.machine.names import LinkState, Role, State, Trigger
-from fsm_trainer.machine.spec import LinkSpec, RoleTable, Spec
+from fsm_trainer.machine.spec import RoleTable, Spec
 from fsm_trainer.machine.version import Version
 
 MOVING = "moving"
@@ -136,10 +137,15 @@ class System:
         workers = world.workers
         return world._replace(workers=(*workers[:i], worker, *workers[i + 1 :]))
 
-    def ends(self, world: World, link: LinkSpec) -> list[str]:
-        """The live workers that a link may join."""
-        named, roles = self.names.items(), (link.hub, link.spokes)
-        return [name for name, role in named if role in roles and self.get(world, name).live]
+    @cached_property
+    def all_ends(self) -> dict[str, list[str]]:
+        """Who may be an end of each link: all whose machine holds it somewhere."""
+        held = {name: {*chain(*self.table(name).holds.values())} for name in self.names}
+        return {link: [name for name in held if link in held[name]] for link in self.links}
+
+    def ends(self, world: World, link: str) -> list[str]:
+        """The live workers that a link joins."""
+        return [name for name in self.all_ends[link] if self.get(world, name).live]
 
     def lease(self, world: World, name: str, link: str) -> bool:
         """Whether a worker's lease on a link is good: every member of its epoch lives."""

@@ -106,13 +106,14 @@ class Checks:
             problem = f"doesn't fit schedule {name}, in which {who} scores before the critic"
             remedy = "Write reward with schedule disaggregated_critic_score, loss with another."
             raise self.fail("algorithm.kl_in", problem, remedy)
-        if config.train_offload is not None and config.train_offload is not critic:
-            word = "sleep in turn, because they share devices" if critic else "never sleep"
+        sleeps = critic and not _apart(spec)
+        if config.train_offload is not None and config.train_offload is not sleeps:
+            word = "sleep in turn, because they share devices" if sleeps else "never sleep"
             problem = f"contradicts schedule {name}, in which the trainers {word}"
             remedy = "Remove the line, or choose another schedule."
             raise self.fail("train_offload", problem, remedy)
         target = config.actor.offload.on("cuda" if config.cluster.gpus else "cpu")
-        offload = f"on (target: {target})" if critic else "off"
+        offload = f"on (target: {target})" if sleeps else "off"
         notes.append(f"{'critic' if critic else 'no critic'} ⇒ train offload: {offload}")
         return spec, notes
 
@@ -130,7 +131,7 @@ class Checks:
         if critic is not None and Role.CRITIC not in spec.roles:
             remedy = "Remove it, or use algorithm.name: ppo."
             raise self.fail("critic", f"schedule {spec.name} has no critic", remedy)
-        if critic is not None and critic.ranks != ranks:
+        if critic is not None and critic.ranks != ranks and not _apart(spec):
             problem = f"the critic shares the actor's devices, and actor.ranks is {ranks}"
             remedy = "Give actor.ranks and critic.ranks the same value."
             raise self.fail("critic.ranks", problem, remedy)
@@ -193,12 +194,14 @@ class Checks:
             remedy = "Write 1, or use a disaggregated schedule without share_devices."
             raise self.fail("rollout.engine.tensor_parallel", problem, remedy)
         trainers, engines = config.actor.ranks, config.rollout.workers * wide
+        if _apart(spec):
+            trainers += (config.critic or config.actor).ranks
         needed = max(trainers, engines) if colocated else trainers + engines
         remedy = "More devices, fewer workers, or cluster.gpus: 0 for the CPU."
         if 0 < gpus < needed and not config.cluster.share_devices:
             how = "the larger of both, colocated" if colocated else "their sum, disaggregated"
-            problem = f"{trainers} actor ranks and {engines} engine processes need {needed} ({how})"
-            raise self.fail("cluster.gpus", problem, remedy)
+            ranks = f"{trainers} trainer ranks and {engines} engine processes"
+            raise self.fail("cluster.gpus", f"{ranks} need {needed} ({how})", remedy)
         here = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
         if gpus > here and config.cluster.address is None:
             remedy = "Fewer devices, 0 for the CPU, or name a cluster in cluster.address."
@@ -242,7 +245,7 @@ class Checks:
     def host_memory(self, spec: Spec) -> None:
         """Copies of sleeping trainers in host memory must fit into this machine's."""
         config, path = self.config, self.config.model.path
-        asleep = Role.CRITIC in spec.roles
+        asleep = Role.CRITIC in spec.roles and not _apart(spec)
         if path is None or not asleep or config.cluster.address is not None:
             return
         device = "cuda" if config.cluster.gpus else "cpu"
@@ -346,6 +349,11 @@ class Checks:
                 remedy = "Add an answer to each line, or set warmup.steps: 0."
                 problem = f"the warm-up learns answers, and {field} has none"
                 raise self.fail("warmup.steps", problem, remedy)
+
+
+def _apart(spec: Spec) -> bool:
+    """Whether the critic has devices of its own, so that no trainer sleeps."""
+    return bool(spec.schedule.facts.get("critic_apart"))
 
 
 def _leaves(given: Any, value: Any, at: Key) -> Iterator[tuple[Key, Any, Any]]:

@@ -214,7 +214,15 @@ class Run:
         """Those of a sequence's phases that the run has."""
         skipped = {
             None: set() if self.warms_up else {"warm_up"},
-            Only.ROLLOUT: {"warm_up", "evaluate", "score", "values", "train", "push"},
+            Only.ROLLOUT: {
+                "warm_up",
+                "evaluate",
+                "score",
+                "values",
+                "send_values",
+                "train",
+                "push",
+            },
             Only.TRAIN: {"warm_up", "evaluate", "generate", "push"},
         }[self.only]
         return [name for name in names if self.spec.phases[name].action not in skipped]
@@ -224,6 +232,11 @@ class Run:
         """The critic's settings, if the schedule has one."""
         has = Role.CRITIC in self.spec.roles
         return (self.config.critic or self.config.actor) if has else None
+
+    @property
+    def critic_apart(self) -> bool:
+        """Whether the critic has devices of its own, and trains beside the actor."""
+        return bool(self.spec.schedule.facts.get("critic_apart"))
 
     @property
     def system(self) -> System:

@@ -24,8 +24,8 @@ from fsm_trainer.machine.errors import (
     SelfCheckFailed,
     WorkerLost,
 )
+from fsm_trainer.machine.legal import actors_of
 from fsm_trainer.machine.names import Role
-from fsm_trainer.machine.planner import actors_of
 from fsm_trainer.machine.version import Version
 from fsm_trainer.runtime.checkpoints import Checkpoints, Position
 from fsm_trainer.runtime.config import Only, Run
@@ -92,6 +92,7 @@ class Driver:
             "warm_up": self._warm_up,
             "score": self._score,
             "values": self._values,
+            "send_values": self._send_values,
             "train": self._train,
             "push": self.push,
         }
@@ -176,8 +177,9 @@ class Driver:
     async def _lane(self, phases: tuple[str, ...], step: int) -> None:
         if self.run.only is Only.TRAIN:
             await self._undump(step)
+        of_the_actor = {"send_values", "push", *(() if self.run.critic_apart else ("train",))}
         for phase in self.run.phases(phases):
-            if self._critic_warms(step) and self.spec.phases[phase].action in ("train", "push"):
+            if self._critic_warms(step) and self.spec.phases[phase].action in of_the_actor:
                 continue
             await self._phase(phase)
 
@@ -196,7 +198,8 @@ class Driver:
             except TrainerLost:
                 raise
             except (WorkerLost, ActionFailed, EffectFailed) as error:
-                repeatable = isinstance(error, WorkerLost) or phase.action == "push"
+                joint = phase.action in ("push", "send_values")
+                repeatable = isinstance(error, WorkerLost) or joint
                 if not repeatable or attempt == ATTEMPTS:
                     raise
                 log.warning("the phase begins again", phase=name, error=str(error))
@@ -310,15 +313,25 @@ class Driver:
         results = await self.reconciler.act("values", {"critic": told})
         self.progress.advantages = results["critic"].payload
         self.progress.numbers |= results["critic"].value
-        await self._save("critic")
+        if not self.run.critic_apart:
+            await self._save("critic")
+
+    async def _send_values(self) -> None:
+        names = self._names("send_values")
+        await self.reconciler.act("send_values", dict.fromkeys(names, (self.progress.step,)))
 
     async def _train(self) -> None:
+        """Train the actor; beside it the critic, where that has devices of its own."""
         progress, config = self.progress, self.config
         arguments = (progress.batch, progress.advantages, config.algorithm, progress.step)
-        told = (*arguments, progress.scored, config.checks, self._step_dump("actor"))
-        results = await self.reconciler.act("train", {"actor": told})
-        self.progress.numbers |= results["actor"].value
-        await self._save("actor")
+        told = (*arguments, progress.scored, config.checks)
+        names = ["critic"] if self._critic_warms(progress.step) else self._names("train")
+        each = {name: (*told, self._step_dump(name)) for name in names}
+        results = await self.reconciler.act("train", each)
+        for name in names:
+            progress.numbers |= results[name].value
+        for name in names:
+            await self._save(name)
 
     def _step_dump(self, role: str) -> Path | None:
         """Where a role dumps this step's update, if it is to."""

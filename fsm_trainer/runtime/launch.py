@@ -171,7 +171,7 @@ class _Launch:
                 link_timeout=config.link.timeout,
                 backend="nccl" if config.cluster.gpus else "gloo",
                 scratch=self.folder / "scratch" / process,
-                sink_ranks=self.layout.sink_ranks,
+                sink_ranks={Role.ROLLOUT: self.layout.sink_ranks, Role.ACTOR: config.actor.ranks},
                 link_kind=config.link.kind,
                 link_folder=config.link.folder or self.folder / "sync",
             )
@@ -198,7 +198,8 @@ class _Launch:
         learned = role is Role.CRITIC and run.warms_up
         return {
             "config": settings,
-            "model": self.folder / "warmed-up" if learned else self.model,
+            "model": self.model,
+            "warmed_up": self.folder / "warmed-up" if learned else None,
             "tokenizer": self.model,
             "seed": run.config.seed,
             "total_steps": run.optimizer_steps(role),
@@ -227,6 +228,9 @@ class _Layout:
         self.sink_ranks, gpus = config.rollout.engine_ranks, config.cluster.gpus
         self._colocated = bool(run.spec.schedule.facts.get("colocated"))
         own = 0 if self._colocated else engines  # slots that no trainer has
+        self._critic_first = trainers if run.critic_apart else 0
+        trainers += run.critic.ranks if run.critic and run.critic_apart else 0
+        self._engine_first = 0 if self._colocated else trainers
         slots = max(trainers, engines) if self._colocated else trainers
         devices = slots + own * self.sink_ranks
         each = _floor(1 / math.ceil(devices / gpus)) if gpus else 0.0
@@ -245,14 +249,14 @@ class _Layout:
 
     def ranks(self, role: Role) -> int:
         """Processes of a worker of this role."""
-        return 1 if role is Role.ROLLOUT else self._run.config.actor.ranks
+        critic = self._run.critic if role is Role.CRITIC else None
+        return 1 if role is Role.ROLLOUT else (critic or self._run.config.actor).ranks
 
     def bundle(self, name: str, role: Role, rank: int) -> int:
         """The bundle of a process."""
-        if role is not Role.ROLLOUT:
-            return rank
-        first = 0 if self._colocated else self._run.config.actor.ranks
-        return first + int(name.rpartition("-")[2])
+        if role is Role.ROLLOUT:
+            return self._engine_first + int(name.rpartition("-")[2])
+        return rank + (self._critic_first if role is Role.CRITIC else 0)
 
 
 def _floor(share: float) -> float:

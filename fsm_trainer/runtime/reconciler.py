@@ -36,7 +36,7 @@ from fsm_trainer.machine.events import (
     Sever,
     Undo,
 )
-from fsm_trainer.machine.legal import enabled, falling, next_effect
+from fsm_trainer.machine.legal import enabled, falling, joint_ends, next_effect
 from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.names import LinkState, Role, State, Trigger
 from fsm_trainer.machine.planner import Move, plan, ready
@@ -128,8 +128,8 @@ class Reconciler:
             ActionFailed, SelfCheckFailed: a worker raised; the others have ended theirs.
         """
         names = tuple(arguments)
-        joint = any(self.system.table(n).actions[action].joint for n in names)
-        groups = [names] if joint else [(name,) for name in names]
+        link = next((self.system.table(n).actions[action].joint for n in names), None)
+        groups = [names] if link else [(name,) for name in names]
         for group in groups:
             self._apply(Act(action, group))
         began = now()
@@ -145,9 +145,10 @@ class Reconciler:
                 error = None if ok else failed.get(name) or next(iter(failed.values()), None)
                 state, told = self._worker(name).state, told_by(results[name])
                 self._record(name, Kind.ACTION, action, state, began, error, told)
-        if joint and failed and not any(isinstance(e, LOST) for e in failed.values()):
+        if link and failed and not any(isinstance(e, LOST) for e in failed.values()):
             # What its ends may still wait on was revoked: the next attempt has a new epoch.
-            await self._transition(Trigger.DISCONNECT, names)
+            ends = joint_ends(self.system, self.world, link, Trigger.DISCONNECT)
+            await self._transition(Trigger.DISCONNECT, ends)
         self._raise(action, failed)
         return {n: r for n, r in results.items() if isinstance(r, Outcome)}
 
@@ -275,10 +276,8 @@ class Reconciler:
             TrainerLost: a trainer died, wherever that was noticed.
         """
         for name in self.system.names:
-            worker = self._worker(name)
-            for link in self.system.links:
-                broken = worker.epochs[self.system.links[link]]
-                if broken and not self.system.lease(self.world, name, link):
+            for link, i in self.system.links.items():
+                if self._worker(name).epochs[i] and not self.system.lease(self.world, name, link):
                     await self._sever(name, link)
         for name, why in sorted(self._dead.items()):
             if self._trains(name):

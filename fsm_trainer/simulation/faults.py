@@ -73,9 +73,10 @@ def _points(system: System) -> Iterator[tuple[Role, str, What]]:
             yield from ((role, f"{Op.ACQUIRE} {resource}", what) for what in late)
         for action in table.actions:
             yield from ((role, action, what) for what in What)
-        linked = any(role in (link.hub, link.spokes) for link in system.spec.links.values())
+        linked = any(r in system.links for held in table.holds.values() for r in held)
+        told = {"sever": linked, "checksums": "push" in table.actions}
         for call, kinds in CALLS.items():
-            if linked or call not in ("sever", "checksums"):
+            if told.get(call, True):
                 yield from ((role, f"call {call}", what) for what in kinds)
 
 

@@ -53,6 +53,8 @@ class Process(Lifecycle):
     def __init__(self, site: Site, name: str, weights: Weights | None) -> None:
         self.site, self.weights = site, weights
         self.alive, self.stuck = True, False
+        self.advantages: int | None = None
+        """Of which draw it has advantages: its own, or what it was sent."""
         self.has: dict[str, int] = {}
         """What it truly holds, each with its epoch."""
         self.mailbox = asyncio.Lock()
@@ -198,25 +200,35 @@ async def _score(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
 
 async def _values(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     batch, _, _, scored, *_ = arguments
-    _of_the_same(me, "scores", scored, batch)
-    before = me.weights.draws if me.weights else ()
-    me.weights = me.site.trained(*before, batch.draw)
+    if "score" in me.system.table("actor").actions:
+        _of_the_same(me, "scores", scored, batch)
+    me.advantages = batch.draw
+    if "train" not in me.system.table(me.name).actions:
+        _learn(me, batch)
     return batch.draw, {}
 
 
 async def _train(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     batch, advantages, _, _, scored, *_ = arguments
-    if batch.weights != me.weights:
+    if me.role is Role.ACTOR and batch.weights != me.weights:
         me.site.violate(f"5: the actor trains on what {batch.weights} made, it is {me.weights}")
-    _of_the_same(me, "advantages", advantages, batch)
-    _of_the_same(me, "scores", scored, batch)
-    before = me.weights.draws if me.weights else ()
-    me.weights = me.site.trained(*before, batch.draw)
+    sent = "send_values" in me.system.table(me.name).actions
+    advantages = me.advantages if sent else advantages
+    if Role.CRITIC in me.system.spec.roles:
+        _of_the_same(me, "advantages", advantages, batch)
+    if "score" in me.system.table("actor").actions:
+        _of_the_same(me, "scores", scored, batch)
+    _learn(me, batch)
     return None, {}
 
 
+def _learn(me: Process, batch: Batch) -> None:
+    before = me.weights.draws if me.weights else ()
+    me.weights = me.site.trained(*before, batch.draw)
+
+
 def _of_the_same(me: Process, what: str, draw: int | None, batch: Batch) -> None:
-    if draw is not None and draw != batch.draw:
+    if draw != batch.draw:
         me.site.violate(f"the {what} are of draw {draw}, the batch of {batch.draw}")
 
 
@@ -228,29 +240,45 @@ async def _save(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 async def _push(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """All ends meet, the bytes travel, and each end has them at a time of its own."""
-    link, i = next(iter(me.system.links.items()))
-    epoch, members = me.worker.epochs[i], me.world.links[i].members
-    group = me.site.group(link, epoch)
     if me.role is Role.ROLLOUT:
         me.weights = None
-    turn = group.pushing[me.name] = group.pushing.get(me.name, 0) + 1
-    group.changed()
-    await group.until(me, lambda: all(group.pushing.get(m, 0) >= turn for m in members), members)
-    await me.site.pause(2.0)
-    if me.role is not Role.ROLLOUT:
+    sender = await _sender(me, "push", Role.ACTOR)
+    if sender is me:
         return None, Transfer(1, 1.0)
+    me.weights = sender.weights
+    return None, None
+
+
+async def _send_values(me: Process, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    me.advantages = (await _sender(me, "send_values", Role.CRITIC)).advantages
+    return None, None
+
+
+async def _sender(me: Process, action: str, role: Role) -> Process:
+    """All who have the action meet, the bytes travel, and each has them at a time of its own."""
+    link, i = next(iter(me.system.links.items()))
+    epoch, group = me.worker.epochs[i], me.site.group(link, me.worker.epochs[i])
+    joined = me.world.links[i].members
+    members = frozenset(m for m in joined if action in me.system.table(m).actions)
+    turn = group.begun[action, me.name] = group.begun.get((action, me.name), 0) + 1
+    group.changed()
+
+    def met() -> bool:
+        return all(group.begun.get((action, m), 0) >= turn for m in members)
+
+    await group.until(me, met, members)
+    await me.site.pause(2.0)
+    if me.role is role:
+        return me
     if group.error is not None:
         raise group.error
-    hub = me.system.spec.links[link].hub
-    senders = [p for n, p in group.arrived.items() if me.system.names[n] is hub]
+    senders = [p for n, p in group.arrived.items() if me.system.names[n] is role]
     if not senders[0].alive:
         raise LeaseExpired(link, epoch, "the sender is gone")
-    me.weights = senders[0].weights
-    return None, None
+    return senders[0]
 
 
 WORK: dict[str, Callable[[Process, tuple[Any, ...]], Awaitable[tuple[Any, Any]]]] = {
     "generate": _generate, "evaluate": _generate, "warm_up": _warm_up, "score": _score,
-    "values": _values, "train": _train, "save": _save, "push": _push,
+    "values": _values, "send_values": _send_values, "train": _train, "save": _save, "push": _push,
 }  # fmt: skip

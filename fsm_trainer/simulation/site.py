@@ -109,8 +109,8 @@ class Group:
     def __init__(self, site: Site, link: str, epoch: int) -> None:
         self.site, self.link, self.epoch = site, link, epoch
         self.arrived: dict[str, Process] = {}
-        self.pushing: dict[str, int] = {}
-        """How many pushes each member has begun."""
+        self.begun: dict[tuple[str, str], int] = {}
+        """How often each member has begun each joint action."""
         self.error: FsmError | None = None
         self._waiting: list[asyncio.Future[None]] = []
 

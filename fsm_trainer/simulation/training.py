@@ -262,7 +262,8 @@ class _Simulation:
         """A run may end early only by what recovery can't mend."""
         fired, text = self.site.fired, f"{type(error).__name__}: {error}"
         trainers = [f for f in fired if self.system.names[f.worker] is not Role.ROLLOUT]
-        actions = {a for t in self.system.spec.roles.values() for a in t.actions} - {"push"}
+        tables = self.system.spec.roles.values()
+        actions = {a for t in tables for a, row in t.actions.items() if row.joint is None}
         match error:
             case TrainerLost():
                 hopeless = checkpoints.latest() is None or len(trainers) >= ATTEMPTS

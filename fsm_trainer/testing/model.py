@@ -124,8 +124,8 @@ class Model:
         found = dict[Step, None]()
         for name in self.system.names:
             for action, known in self.system.table(name).actions.items():
-                ends = self._ends(known.joint, action) if known.joint else (name,)
-                found[Step(action, ends, known.joint)] = None
+                ends = legal.actors_of(self.system, self.world, action) if known.joint else [name]
+                found[Step(action, tuple(ends), known.joint)] = None
         return [*found]
 
     def _ends(self, link: str, name: str) -> tuple[str, ...]:
@@ -187,9 +187,10 @@ class Model:
         for name in step.workers:
             known = self._known[name]
             known.jobs = ()
-            if step.joint is not None and not self._sends(name):
-                hub = self.system.spec.links[step.joint].hub
-                [sent] = [self.version(n) for n, role in self.system.names.items() if role == hub]
+            link = self.system.spec.links[step.joint] if step.joint else None
+            if link is not None and link.spokes == self._role(name):
+                roles = self.system.names.items()
+                [sent] = [self.version(n) for n, role in roles if role == link.hub]
                 known.version = sent if ok else None
             elif known.version and ok and self.system.table(name).actions[step.name].updates:
                 known.version = known.version._replace(number=known.version.number + 1)

@@ -31,12 +31,14 @@ _DEFAULT_CHECKS = ChecksConfig()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Advantages:
-    """What the critic tells the actor; ``[batch, time]`` float32 on the CPU, zeros where masked."""
+    """What the critic estimates; ``[batch, time]`` float32 on the CPU, zeros where masked."""
 
     advantages: torch.Tensor
     """How much better each token was than expected; not whitened."""
     returns: torch.Tensor
     """What the values are trained towards."""
+    values: torch.Tensor
+    """The critic's, before it is trained."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,13 +67,36 @@ def critic_update(
     With the KL in the reward it needs what the actor ``scored``. Gives the same advantages (of
     every row) and metrics on every rank.
     """
+    told = estimate(model, batch, config, generator.clone_state(), scored)
+    return told, fit_values(model, batch, told, config, generator)
+
+
+def estimate(
+    model: ModelPort,
+    batch: Batch,
+    config: PPOConfig,
+    generator: torch.Generator,
+    scored: Scored | None = None,
+) -> Advantages:
+    """Estimate advantages in the micro-batches in which the critic will be trained."""
     epochs = draw_epochs(config.critic_epochs, config.minibatches, batch.lengths, generator, model)
     mask = batch.loss_mask
-    (old_values,) = _table(model, batch, epochs[0], lambda part: (model.values(part),))
+    (values,) = _table(model, batch, epochs[0], lambda part: (model.values(part),))
     rewards = token_rewards(batch.rewards, reward_penalties(scored, mask, config), mask)
-    advantages = gae(rewards, old_values, mask, config.gamma, config.lam)
-    returns = keep(advantages + old_values, mask)
+    advantages = gae(rewards, values, mask, config.gamma, config.lam)
+    return Advantages(advantages, keep(advantages + values, mask), values)
 
+
+def fit_values(
+    model: ModelPort,
+    batch: Batch,
+    told: Advantages,
+    config: PPOConfig,
+    generator: torch.Generator,
+) -> dict[str, float]:
+    """Train the critic towards what it estimated, with a generator as it was for that."""
+    epochs = draw_epochs(config.critic_epochs, config.minibatches, batch.lengths, generator, model)
+    mask, old_values, returns = batch.loss_mask, told.values, told.returns
     tally = Tally()
     for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
         tables, length = (old_values, returns), config.aggregation_length
@@ -91,7 +116,7 @@ def critic_update(
         "critic/return_mean": float(masked_mean(returns, mask)),
         "critic/explained_variance": explained_variance(old_values, returns, mask),
     }
-    return Advantages(advantages, returns), metrics | tally.reduce(model, "critic")
+    return metrics | tally.reduce(model, "critic")
 
 
 def score(

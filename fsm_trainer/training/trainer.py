@@ -49,7 +49,8 @@ RESOURCES: tuple[Resource, ...] = get_args(Resource)
 class ModelTrainer:
     """One rank's model and AdamW in DeepSpeed; implements ``ModelPort``.
 
-    ``total_steps`` are the optimizer steps of the whole run. All methods raise
+    ``total_steps`` are the optimizer steps of the whole run. Once there is a folder ``warmed_up``,
+    a start takes it in the place of ``model_dir``. All methods raise
     :class:`~fsm_trainer.machine.errors.Refused` when a resource that they need isn't held, and
     :class:`~fsm_trainer.machine.errors.PeerLost` when another rank is gone.
     """
@@ -67,25 +68,24 @@ class ModelTrainer:
         scratch: Path,
         seed: int,
         total_steps: int,
+        warmed_up: Path | None = None,
     ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.micro_batch, self.packing = config.micro_batch, config.packing
-        self.micro_batch_tokens = config.micro_batch_tokens
+        self.rank, self.world_size, self.packing = rank, world_size, config.packing
+        self.micro_batch, self.micro_batch_tokens = config.micro_batch, config.micro_batch_tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.held: set[str] = set()
-        self.steps = 0
-        self._head, self._source, self._config = head, model_dir, config
+        self.held, self.steps = set[str](), 0
+        self._head, self._config, self._warmed_up = head, config, warmed_up
+        self._source = model_dir
         self._name, self._seed = f"{role}-{rank}", derive(seed, role, rank)
         self._planned = self._configured = config.learning_rate, config.schedule, total_steps
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        offload = config.offload
-        suspends = suspended(offload.groups, backend, world_size, self._name)
+        suspends = suspended(config.offload.groups, backend, world_size, self._name)
         self._groups = TrainingGroups(
             store, role, rank, world_size, config.timeout, backend, suspends
         )
-        self._target = offload.on(self.device.type)
+        self._target = config.offload.on(self.device.type)
         kind = SavedBank if self._target == "memory_saver" else Bank
-        self._bank = kind(self._target, scratch, self._name, offload.tight)
+        self._bank = kind(self._target, scratch, self._name, config.offload.tight)
         self._meter, self._settled = Meter(self._name, self.device, process_bytes), False
         self._checkpoint: Path | None = None
         self._left, self._returned = scratch / "left", False
@@ -102,6 +102,8 @@ class ModelTrainer:
             self._refuse(f"acquire {resource}", f"{resource} is held", needs="release it first")
         self._need(f"acquire {resource}", *RESOURCES[: RESOURCES.index(resource)])
         if resource == "bank":
+            if self._warmed_up is not None and self._warmed_up.is_dir():
+                self._source = self._warmed_up
             models.check_folder(self._checkpoint or self._source)
         elif resource == "weights":
             self._wake_weights()
@@ -143,12 +145,11 @@ class ModelTrainer:
         torch.manual_seed(self._seed)
         folder, config = self._checkpoint or self._source, self._config
         with self._bank.region():
-            module = models.load(self._head, folder, config.dtype).to(self.device)
+            self._module = module = models.load(self._head, folder, config.dtype).to(self.device)
         self._replay = Replay(module)
         if config.activation_checkpointing:
             again = {"use_reentrant": False, "context_fn": self._replay.contexts}
             module.gradient_checkpointing_enable(again)
-        self._module = module
 
     def _open_groups(self, epoch: int) -> None:
         self._groups.open(epoch)
@@ -206,7 +207,7 @@ class ModelTrainer:
 
     @property
     def traits(self) -> Traits:
-        """What the model is, as far as a difference between two passes may come from it."""
+        """What of the model may make a difference between two passes."""
         return models.traits(self._module)
 
     def logprobs(
@@ -235,8 +236,8 @@ class ModelTrainer:
         """``[batch, time]`` float32: index t is the head's output at position t - 1."""
         layout = Layout(batch.tokens, batch.lengths, self.packing)
         with self._using("values") as engine:
-            output = engine.forward(layout.inputs, layout.positions)
-        return layout.restore(output.float().squeeze(-1))
+            output = engine.forward(layout.inputs, layout.positions).float()
+        return layout.restore(output.squeeze(-1))
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; ``last`` marks the accumulation boundary."""
@@ -283,8 +284,8 @@ class ModelTrainer:
             engine.reset()
         peak, usual, total = self._configured
         rate = peak if learning_rate is None else learning_rate
-        self.steps = 0
-        self._planned = rate, schedule or usual, total if total_steps is None else total_steps
+        total = total if total_steps is None else total_steps
+        self.steps, self._planned = 0, (rate, schedule or usual, total)
 
     # The reference
 
@@ -362,8 +363,7 @@ class ModelTrainer:
     def _replacing(self, directory: Path) -> Iterator[Path]:
         """A folder with the live weights that becomes ``directory``, whole or not at all."""
         leads = self.rank == 0
-        # All ranks gather each tensor; one keeps it.
-        weights = {name: t.cpu().clone() for name, t in self.named_weights() if leads}
+        weights = {name: t.cpu().clone() for name, t in self.named_weights() if leads}  # all gather
         with models.replacing(directory, leads, self._barrier) as folder:
             if leads:
                 models.save(self._module, weights, folder, self._source)

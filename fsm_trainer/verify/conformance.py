@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fsm_trainer.machine import events as on
 from fsm_trainer.machine.errors import FsmError, Refused
-from fsm_trainer.machine.legal import enabled, falling, joint_ends
+from fsm_trainer.machine.legal import actors_of, enabled, falling, joint_ends
 from fsm_trainer.machine.names import Role, State, Trigger
 from fsm_trainer.machine.spec import Spec
 from fsm_trainer.machine.step import advance
@@ -375,7 +375,7 @@ class _Replay:
         action = self.system.table(row.worker).actions.get(row.trigger)
         if action is None or action.joint is None:
             return (row.worker,)
-        return tuple(self.system.ends(self.world, self.system.spec.links[action.joint]))
+        return tuple(actors_of(self.system, self.world, row.trigger))
 
     def movers(self, row: Row) -> tuple[str, ...]:
         """Who moves together with a row's worker, or would."""

@@ -26,7 +26,7 @@ from fsm_trainer.machine import events as on
 from fsm_trainer.machine import legal
 from fsm_trainer.machine.errors import Refused
 from fsm_trainer.machine.names import Role, Trigger
-from fsm_trainer.machine.planner import Move, actors_of, apply, plan, ready
+from fsm_trainer.machine.planner import Move, apply, plan, ready
 from fsm_trainer.machine.spec import Phase
 from fsm_trainer.machine.world import System, World
 from fsm_trainer.verify.canon import Canon, Code
@@ -265,7 +265,7 @@ class _Driven(Search):
 
     def _acting(self, state: _State, phase: Phase) -> _Turn:
         action = phase.action or ""
-        event = on.Act(action, tuple(actors_of(self._system, state.node.world, action)))
+        event = on.Act(action, tuple(legal.actors_of(self._system, state.node.world, action)))
         return _turn(state, Edge(f"{phase.name}: {action}", event), waits=ACTS)
 
     def _passing(self, state: _State) -> _Turn:

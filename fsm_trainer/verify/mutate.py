@@ -210,7 +210,7 @@ def _early_commit() -> AbstractContextManager[object]:
 def _same_epoch() -> AbstractContextManager[object]:
     def opened(system: System, world: World, event: on.Begin, link: str) -> World:
         here = world.links[system.links[link]]
-        members = frozenset(system.ends(world, system.spec.links[link]))
+        members = frozenset(system.ends(world, link))
         return s._link_moves(system, world, link, "open", epoch=max(here.epoch, 1), members=members)
 
     return patch.object(s, "_open", opened)

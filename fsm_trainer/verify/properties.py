@@ -94,7 +94,7 @@ def wrong_step(system: System, before: World, event: on.Event, after: World) -> 
             return _half_pushed(system, before, event, after)
         case on.Act(action=action, workers=names) if _serves(system, names[0], action):
             return _stale(system, before, names)
-        case on.Act(action="push", workers=names):
+        case on.Act(action=action, workers=names) if system.table(names[0]).actions[action].joint:
             return _unleased(system, before, names)
         case on.Begin(trigger=Trigger.DISCONNECT, workers=names):
             return _unleased(system, before, names)
@@ -141,8 +141,8 @@ def _unleased(system: System, world: World, names: Iterable[str]) -> str:
 def _half_pushed(system: System, before: World, event: on.Acted, after: World) -> str:
     """A version only if every member was in the push to its end."""
     for i in system.links.values():
-        members = [system.get(before, name) for name in before.links[i].members]
-        whole = all("push" in member.jobs for member in members)
+        members = [n for n in before.links[i].members if "push" in system.table(n).actions]
+        whole = all("push" in system.get(before, name).jobs for name in members)
         spokes = [n for n in event.workers if system.names[n] is Role.ROLLOUT]
         versions = {system.get(after, n).version for n in spokes}
         if len(versions) > 1 or (not (whole and event.ok) and versions - {None}):

@@ -65,6 +65,8 @@ class Relation:
     ) -> None:
         self._begins = begins
         self.system, self.fine, self._jobs, self._symmetric = system, fine, jobs, symmetric
+        rows = [(a, row.joint) for t in system.spec.roles.values() for a, row in t.actions.items()]
+        self._shared = {link: sorted({a for a, k in rows if k == link}) for link in system.links}
         self._choices: dict[tuple[str, Worker], list[_Choice]] = {}
 
     def edges(self, node: Node, without: Set[str] = frozenset()) -> Iterator[Edge]:
@@ -181,12 +183,13 @@ class Relation:
             ends = legal.joint_ends(system, world, link, trigger)
             if ends and all(self._may_begin(world, trigger, name) for name in ends):
                 yield Edge(f"{trigger}({', '.join(ends)})", on.Begin(trigger, ends))
-        ends = tuple(system.ends(world, system.spec.links[link]))
-        if self._begins and ends and all(self._may_act(world, "push", name) for name in ends):
-            yield Edge("push", on.Act("push", ends))
-        pushing = tuple(name for name in ends if "push" in system.get(world, name).jobs)
-        for ok in (True, False) if pushing else ():
-            yield Edge(f"pushed {ok}", on.Acted("push", pushing, ok), fault=not ok)
+        for action in self._shared[link]:
+            ends = tuple(legal.actors_of(system, world, action))
+            if self._begins and ends and all(self._may_act(world, action, n) for n in ends):
+                yield Edge(action, on.Act(action, ends))
+            at_it = tuple(name for name in ends if action in system.get(world, name).jobs)
+            for ok in (True, False) if at_it else ():
+                yield Edge(f"{action} ended {ok}", on.Acted(action, at_it, ok), fault=not ok)
 
     def _may_begin(self, world: World, trigger: str, name: str) -> bool:
         worker = self.system.get(world, name)

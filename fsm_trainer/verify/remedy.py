@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fsm_trainer.machine.errors import Refused
-from fsm_trainer.machine.legal import joint_ends
+from fsm_trainer.machine.legal import actors_of, joint_ends
 from fsm_trainer.machine.names import LinkState, State
 from fsm_trainer.machine.planner import plan
 from fsm_trainer.machine.spec import Phase
@@ -22,7 +22,7 @@ def together(system: System, world: World, worker: str, asked: str) -> tuple[str
     if edges:
         ends = joint_ends(system, world, edges[0], asked)
     elif action is not None and action.joint is not None:
-        ends = system.ends(world, system.spec.links[action.joint])
+        ends = actors_of(system, world, asked)
     return tuple(ends) if worker in ends else (worker,)
 
 
@@ -68,9 +68,9 @@ def stand(
             version = version or Version(1, 0)
         world = system.put(world, name, Worker(state, held, epochs=epochs, version=version))
     links = []
-    for i, (link, ends) in enumerate(zip(world.links, system.spec.links.values(), strict=True)):
+    for i, (link, ends) in enumerate(zip(world.links, system.all_ends.values(), strict=True)):
         members = frozenset(n for n in system.names if system.get(world, n).epochs[i])
-        whole = {ends.hub, ends.spokes} <= {system.names[name] for name in members}
+        whole = {system.names[n] for n in ends} == {system.names[n] for n in members}
         if link.state != LinkState.BROKEN and members != link.members:
             up = LinkState.UP if whole else LinkState.BROKEN if members else LinkState.DOWN
             link = Link(up, max(link.epoch, 1), members)

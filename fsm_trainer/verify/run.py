@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from fsm_trainer.machine.legal import actors_of
 from fsm_trainer.machine.names import Trigger
-from fsm_trainer.machine.planner import Few, Move, actors_of, apply, plan
+from fsm_trainer.machine.planner import Few, Move, apply, plan
 from fsm_trainer.machine.world import System, World
 
 STEADY = "steady step"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,23 +39,40 @@ class Place:
     """Of links: ``gloo`` or ``nccl``."""
     scratch: Path
     """A folder that this process may fill and that nobody else touches."""
-    sink_ranks: int = 1
-    """Processes of each rollout worker's engine on the link."""
+    sink_ranks: Mapping[Role, int] = field(default_factory=dict)
+    """How many processes of a worker receive; 1 where it isn't told."""
     link_kind: str = "group"
     link_folder: Path | None = None
     """The way of the weights, and the folder of their files; see `Membership`."""
 
-    def membership(self, world: World, effect: Effect) -> Membership:
-        """This worker's first place in the epoch of the link that ``effect`` opens."""
-        link = world.links[self.system.links[effect.resource]]
-        workers = [n for n in self.system.names if n in link.members]
-        hub = self.system.spec.links[effect.resource].hub
-        workers.sort(key=lambda n: self.system.names[n] != hub)  # stable: the hub is rank 0
+    def memberships(self, world: World, effect: Effect) -> list[Membership]:
+        """This process's places, an engine's first ones, in the epoch that ``effect`` opens.
+
+        A link is one group, in which the hub's rank 0 sends to the spokes. A further role makes a
+        bundle of it: in a group named after that role its rank 0 sends to all ranks of the hub.
+        """
+        spec, roles = self.system.spec.links[effect.resource], self.system.names
+        ends = {roles[name] for name in self.system.all_ends[effect.resource]}
+        more = sorted(ends - {spec.hub, spec.spokes})
+        groups = [("", spec.hub, spec.spokes), *((str(role), role, spec.hub) for role in more)]
+        mine = roles[self.name]
+        return [
+            self._membership(world, effect, group, source, sinks)
+            for group, source, sinks in groups
+            if mine == sinks or (mine == source and self.rank == 0)
+        ]
+
+    def _membership(
+        self, world: World, effect: Effect, group: str, source: Role, sinks: Role
+    ) -> Membership:
+        link, roles = world.links[self.system.links[effect.resource]], self.system.names
+        workers = [n for n in roles if n in link.members and roles[n] in (source, sinks)]
+        workers.sort(key=lambda n: roles[n] != source)  # stable: who sends is rank 0
         members: list[str] = []
         for name in workers:
             if name == self.name:
-                rank = len(members)
-            wide = self.sink_ranks if self.system.names[name] is Role.ROLLOUT else 1
+                rank = len(members) + self.rank
+            wide = self.sink_ranks.get(sinks, 1) if roles[name] == sinks else 1
             members += [name] if wide == 1 else [f"{name}/{index}" for index in range(wide)]
         return Membership(
             effect.resource,
@@ -66,8 +83,9 @@ class Place:
             self.backend,
             self.store,
             self.link_timeout,
-            self.link_kind,
+            "group" if group else self.link_kind,
             None if self.link_folder is None else str(self.link_folder),
+            group,
         )
 
 

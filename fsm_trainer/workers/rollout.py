@@ -56,7 +56,7 @@ class RolloutHost(Host):
         }
 
     def _join(self, effect: Effect) -> None:
-        self.engine.join(self.place.membership(self.lifecycle.world, effect))
+        self.engine.join(*self.place.memberships(self.lifecycle.world, effect))
 
     def _release_kv(self, effect: Effect) -> None:
         self.engine.drain(DRAIN_SECONDS)

@@ -15,21 +15,25 @@ from fsm_trainer.data.models import load_tokenizer, pad_token
 from fsm_trainer.data.routing import Routing
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.data.trajectory import Trajectory
-from fsm_trainer.groups.lease import Lease
-from fsm_trainer.machine.errors import LeaseExpired
+from fsm_trainer.groups.lease import Lease, open_all
+from fsm_trainer.machine.errors import ActionFailed, LeaseExpired
 from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource
+from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.version import Version
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
-from fsm_trainer.training.batch import collate
+from fsm_trainer.sync.values import receive_values, send_values
+from fsm_trainer.training.batch import Batch, collate
 from fsm_trainer.training.config import ChecksConfig, ScheduleConfig, TrainerConfig
 from fsm_trainer.training.ppo import (
     Advantages,
     Scored,
     actor_update,
     critic_update,
+    estimate,
+    fit_values,
     free_routing,
     score,
 )
@@ -57,7 +61,9 @@ class TrainerHost(Host):
         checkpoint: Path | None = None,
         returned: bool = False,
         routing_replay: bool = False,
+        warmed_up: Path | None = None,
     ) -> None:
+        self._leases: dict[str, Lease] = {}
         torch.set_num_threads(threads)
         self.pad_token, self.seed = pad_token(load_tokenizer(tokenizer)), seed
         # Where the tokenizer is, the run's model is: a critic's own is written by the warm-up.
@@ -74,6 +80,7 @@ class TrainerHost(Host):
             scratch=place.scratch,
             seed=seed,
             total_steps=total_steps,
+            warmed_up=warmed_up,
         )
         if checkpoint is not None:
             self.trainer.load(checkpoint)
@@ -82,7 +89,10 @@ class TrainerHost(Host):
         super().__init__(place)
 
     def resources(self) -> Mapping[str, Resource]:
-        """Bank, weights and optimizer as the trainer has them; groups under a new generation."""
+        """Bank, weights and optimizer as the trainer has them; groups under a new generation.
+
+        And its places in the groups of the link, where its role has one.
+        """
 
         def held(name: Any) -> Effects:
             return Effects(
@@ -90,7 +100,38 @@ class TrainerHost(Host):
                 lambda effect: self.trainer.release(name),
             )
 
-        return {name: held(name) for name in ("bank", "weights", "optimizer", "train_groups")}
+        own = {name: held(name) for name in ("bank", "weights", "optimizer", "train_groups")}
+        return {**own, "link": Effects(self._open, self._close)}
+
+    def _open(self, effect: Effect) -> None:
+        memberships = self.place.memberships(self.lifecycle.world, effect)
+        leases = open_all(memberships, str(self.trainer.device))
+        self._leases = {lease.membership.group: lease for lease in leases}
+        try:
+            self.opened()
+        except BaseException:
+            self._close(effect)
+            raise
+
+    def opened(self) -> None:
+        """Make ready what is sent over the link."""
+
+    def _close(self, effect: Effect) -> None:
+        leases, self._leases = self._leases, {}
+        for lease in leases.values():
+            lease.close()
+
+    def lease(self, group: str = "") -> Lease:
+        """This process's lease on a group of the link; raises LeaseExpired without one."""
+        lease = self._leases.get(group)
+        if lease is None:
+            raise LeaseExpired("link", 0, "it was given up before the work began")
+        return lease
+
+    def revoke(self, why: str) -> None:
+        """End the link's leases; what waits on one raises."""
+        for lease in [*self._leases.values()]:
+            lease.revoke(why)
 
     def generator(self, step: int) -> torch.Generator:
         """The step's random stream, the same on every rank and after a resume."""
@@ -128,9 +169,7 @@ class CriticHost(TrainerHost):
     """The value model."""
 
     head = "value"
-
-    def revoke(self, why: str) -> None:
-        """A critic on the actor's devices has no link."""
+    _estimate: tuple[int, Advantages] | None = None
 
     def do_values(
         self,
@@ -140,51 +179,66 @@ class CriticHost(TrainerHost):
         scored: Scored | None,
         checks: ChecksConfig,
         dump: Path | None = None,
-    ) -> tuple[Advantages, dict[str, float]]:
-        """Estimate advantages, then train towards the returns."""
-        # Only the actor takes routes; but the critic is updated first, so it checks them too.
-        batch = replace(collate(trajectories, self.pad_token, self.routing), routes=None)
-        told, generator = self.told(step, config, checks, first=False), self.generator(step)
+    ) -> tuple[Advantages | None, dict[str, float]]:
+        """Estimate advantages, then train towards the returns; not yet where `train` does."""
+        batch, generator = self._batch(trajectories), self.generator(step)
+        if "train" in self.place.system.table(self.place.name).actions:
+            self._estimate = step, estimate(self.trainer, batch, config, generator, scored)
+            return None, {}
+        told = self.told(step, config, checks, first=False)
         with dumping(dump, self.trainer, told, batch, None, scored):
             advantages, metrics = critic_update(self.trainer, batch, config, generator, scored)
             told.metrics = metrics
         return advantages, metrics | self.replicas(step, checks)
+
+    def estimated(self, step: int) -> Advantages:
+        """What was estimated in a step; raises ActionFailed if nothing was."""
+        if self._estimate is None or self._estimate[0] != step:
+            raise ActionFailed(f"{self.place.name} has no values of step {step}: `values` first")
+        return self._estimate[1]
+
+    def do_send_values(self, step: int) -> tuple[None, Transfer]:
+        """Send the advantages to every rank of the actor; gives bytes and seconds."""
+        if self.place.rank > 0:
+            return None, Transfer(0, 0.0)
+        return None, send_values(self.lease(Role.CRITIC), step, self.estimated(step).advantages)
+
+    def do_train(
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: None,
+        config: PPOConfig,
+        step: int,
+        scored: Scored | None,
+        checks: ChecksConfig,
+        dump: Path | None = None,
+    ) -> tuple[None, dict[str, float]]:
+        """Train towards the returns, beside the actor, on its own estimate."""
+        batch, generator = self._batch(trajectories), self.generator(step)
+        told, estimate = self.told(step, config, checks, first=False), self.estimated(step)
+        with dumping(dump, self.trainer, told, batch, None, scored):
+            told.metrics = fit_values(self.trainer, batch, estimate, config, generator)
+        return None, told.metrics | self.replicas(step, checks)
+
+    def _batch(self, trajectories: Sequence[Trajectory]) -> Batch:
+        # Only the actor takes routes; but the critic is first to see them, so it checks them too.
+        return replace(collate(trajectories, self.pad_token, self.routing), routes=None)
 
 
 class ActorHost(TrainerHost):
     """The policy, and the hub of the link."""
 
     head = "policy"
+    _received: tuple[int, torch.Tensor] | None = None
 
     def __init__(self, place: Place, *arguments: Any, **named: Any) -> None:
-        self._lease: Lease | None = None
         self._sender = Sender()
         super().__init__(place, *arguments, **named)
 
-    def resources(self) -> Mapping[str, Resource]:
-        """As every trainer's, and the link; its source is rank 0."""
-        return {**super().resources(), "link": Effects(self._open, self._close)}
-
-    def _open(self, effect: Effect) -> None:
+    def opened(self) -> None:
+        """Make ready for pushes; their source is rank 0."""
         if self.place.rank == 0:
-            membership = self.place.membership(self.lifecycle.world, effect)
-            lease = self._lease = Lease.open(membership, str(self.trainer.device))
-            try:
-                self._sender.ready(lease)
-            except BaseException:
-                self._close(effect)
-                raise
-
-    def _close(self, effect: Effect) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.close()
-
-    def revoke(self, why: str) -> None:
-        """End the lease; a push that waits on it raises."""
-        lease = self._lease
-        if lease is not None:
-            lease.revoke(why)
+            self._sender.ready(self.lease())
 
     def manifest(self, bucket_bytes: int) -> Manifest:
         """What a push carries; needs the weights on the device."""
@@ -197,13 +251,10 @@ class ActorHost(TrainerHost):
     def do_push(self, manifest: Manifest, version: Version) -> tuple[None, Transfer]:
         """Send the weights; gives bytes and seconds."""
         weights = self.trainer.named_weights()
-        lease = self._lease
         sent = Transfer(0, 0.0)
         try:
             if self.place.rank == 0:
-                if lease is None:
-                    raise LeaseExpired("link", 0, "it was given up before the push began")
-                sent = self._sender.send(lease, weights, manifest, version=version)
+                sent = self._sender.send(self.lease(), weights, manifest, version=version)
         finally:
             for _ in weights:  # ranks gather shards together, to the end
                 pass
@@ -239,6 +290,11 @@ class ActorHost(TrainerHost):
         batch = collate(trajectories, self.pad_token, self.routing)
         return score(self.trainer, batch, config, self.generator(step)), {}
 
+    def do_send_values(self, step: int) -> tuple[None, None]:
+        """Receive the step's advantages from the critic."""
+        self._received = step, receive_values(self.lease(Role.CRITIC), step)
+        return None, None
+
     def do_train(
         self,
         trajectories: Sequence[Trajectory],
@@ -257,6 +313,8 @@ class ActorHost(TrainerHost):
         due = batch.routes is not None and every and (first or (step - 1) % every == 0)
         free = free_routing(self.trainer, batch, config.temperature) if due else {}
         gain = advantages.advantages if advantages is not None else None
+        if self._received is not None and self._received[0] == step:
+            gain = self._received[1]
         told, generator = self.told(step, config, checks, first), self.generator(step)
         with dumping(dump, self.trainer, told, batch, gain, None):
             metrics = actor_update(

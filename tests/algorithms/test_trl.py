@@ -30,7 +30,7 @@ from fsm_trainer.algorithms.config import (
     RLOOConfig,
 )
 from fsm_trainer.training.batch import Batch
-from fsm_trainer.training.port import Scores
+from fsm_trainer.training.port import Scores, Traits
 from fsm_trainer.training.ppo import actor_update
 
 WORDS = ["<pad>", "<eos>", *"0123456789+="]
@@ -127,6 +127,7 @@ class Replayed:
 
     rank, world_size, micro_batch, micro_batch_tokens, packing = 0, 1, 64, None, False
     device = torch.device("cpu")
+    traits = Traits(torch.float32, layers=1)
 
     def __init__(self, one: Recorded) -> None:
         self.old, self.reference, self.entropy = one.old, one.reference, one.entropy
@@ -170,6 +171,7 @@ def ours(one: Recorded, config: PolicyConfig) -> Replayed:
         ),
         truncated=torch.zeros(count),
         groups=tuple(str(row.tolist()) for row in one.inputs["prompt_ids"]),
+        ids=tuple(map(str, range(count))),
     )
     assert len(set(batch.groups)) == 4 and 0 < int(mask.sum()) < count * time
     model = Replayed(one)

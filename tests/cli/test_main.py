@@ -106,6 +106,13 @@ STEADY = {
         "sync": [f"connect({EVERYBODY})"],
     },
     "disaggregated": {"rollout": [], "policy": [], "sync": []},
+    "disaggregated_critic_apart": {
+        "rollout": [],
+        "value": [],
+        "send": [],
+        "policy": [],
+        "sync": [],
+    },
     "colocated_critic": {
         "rollout": [f"disconnect({EVERYBODY})"],
         "value": ["sleep(rollout-0, rollout-1)", "wake(critic)"],
@@ -116,6 +123,7 @@ STEADY = {
 """DESIGN.md's table for the first; read off the wants of the others by hand."""
 PER_STEP = {"disaggregated_critic": 3 + 1 + 1 + 1 + 1 + 3, "disaggregated": 0,
             "disaggregated_critic_score": 3 + 1 + 1 + 1 + 1 + 1 + 1 + 3,
+            "disaggregated_critic_apart": 0,
             "colocated_critic": 3 + 2 + 1 + 1 + 1 + 3}  # fmt: skip
 
 

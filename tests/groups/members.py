@@ -92,6 +92,22 @@ def open_bundle(held: Held, memberships: list[Membership]) -> list[str]:
     return [lease.link for lease in leases]
 
 
+def keep_bundle(held: Held, memberships: list[Membership]) -> str:
+    held["bundle"] = {lease.membership.group: lease for lease in open_all(memberships)}
+    return "open"
+
+
+def use_of_bundle(held: Held, group: str) -> float:
+    one = torch.ones(1)
+    held["bundle"][group].all_reduce(one)
+    return one.item()
+
+
+def close_bundle(held: Held) -> None:
+    for lease in held["bundle"].values():
+        lease.close()
+
+
 def clients_of_the_store(held: Held, membership: Membership) -> bool:
     first = connect(membership.store, 5.0, "somebody")
     return first is connect(membership.store, 5.0, "somebody")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fsm_trainer.groups.membership import Membership
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.testing.processes import Answer, Processes
 from tests.groups import members
@@ -299,6 +300,46 @@ def test_a_bundle_that_fails_half_way_leaves_nothing_open(world: Processes) -> N
     # was the process's first group (1 thread, 3 descriptors), and two clients of the store.
     assert after[0] <= before[0] + 1
     assert after[1] <= before[1] + 3 + 2
+
+
+def groups_of_a_link(world: Processes) -> list[list[Membership]]:
+    """By process: the hub is in both groups of one epoch, the two others in one each."""
+    hub, spoke = world.memberships(2, link="link")
+    sink, critic = (replace(one, group="critic", epoch=hub.epoch) for one in (hub, spoke))
+    return [[sink, hub], [spoke], [critic]]
+
+
+def test_the_groups_of_a_link_are_apart_and_end_as_one(world: Processes) -> None:
+    processes = world.members(3)
+    told = zip(processes, groups_of_a_link(world), strict=True)
+    opened = [process.call(members.keep_bundle, places) for process, places in told]
+    assert results(opened) == ["open"] * 3
+    hub, spoke, critic = processes
+    for group, other in (("", spoke), ("critic", critic)):
+        both = [process.call(members.use_of_bundle, group) for process in (hub, other)]
+        assert results(both) == [2.0, 2.0]
+
+    critic.kill()
+
+    assert hub.call(members.use_of_bundle, "critic").get().kind == "PeerLost"
+    time.sleep(SLACK)  # nobody is gone in the other group: it ends all the same
+    both = [process.call(members.use_of_bundle, "") for process in (hub, spoke)]
+    assert [failure.kind for failure in results(both)] == ["LeaseExpired"] * 2
+    results([process.call(members.close_bundle) for process in (hub, spoke)])
+
+
+def test_the_drivers_word_ends_all_groups_of_a_link(world: Processes) -> None:
+    processes, places = world.members(3), groups_of_a_link(world)
+    told = zip(processes, places, strict=True)
+    results([process.call(members.keep_bundle, mine) for process, mine in told])
+
+    world.rendezvous.revoke("link", places[0][0].epoch, "a member of it died")
+    time.sleep(SLACK)
+
+    for process, mine in zip(processes, places, strict=True):
+        for place in mine:
+            assert process.call(members.use_of_bundle, place.group).get().kind == "LeaseExpired"
+    results([process.call(members.close_bundle) for process in processes])
 
 
 def test_who_binds_picks_the_port_and_keeps_it_over_all_epochs_row_33(world: Processes) -> None:

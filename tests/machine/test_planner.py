@@ -19,6 +19,7 @@ from fsm_trainer.verify.run import plan_run
 BOTH = "(actor, rollout-0)"
 ROLLOUT = "(rollout-0)"
 LINK_UP = f"connect{BOTH} push{BOTH}"
+THREE = "(actor, critic, rollout-0)"
 PLANS = {
     "disaggregated": {
         "prologue": [
@@ -81,6 +82,22 @@ PLANS = {
         "epilogue": [
             f"evaluate: disconnect{BOTH} sleep(actor)",
             f"end: sleep{ROLLOUT} stop(actor) stop(critic) stop{ROLLOUT}",
+        ],
+    },
+    "disaggregated_critic_apart": {
+        "prologue": [
+            f"evaluate: start(actor) start(critic) start{ROLLOUT}"
+            f" wake(actor) wake(critic) wake{ROLLOUT} connect{THREE} push{BOTH}",
+            # The critic begins from the model that is warmed up here.
+            f"warm_up: disconnect{THREE} sleep(critic) stop(critic)",
+            f"evaluate: start(critic) wake(critic) connect{THREE} push{BOTH}",
+        ],
+        "first step": ["rollout:", "value:", "send:", "policy:", "sync:"],
+        "steady step": ["rollout:", "value:", "send:", "policy:", "sync:"],
+        "epilogue": [
+            "evaluate:",
+            f"end: disconnect{THREE} sleep(actor) sleep(critic) sleep{ROLLOUT}"
+            f" stop(actor) stop(critic) stop{ROLLOUT}",
         ],
     },
     "colocated_critic": {

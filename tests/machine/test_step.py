@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 
 from fsm_trainer.machine.errors import LeaseExpired, Refused
@@ -99,6 +101,57 @@ def test_a_peers_death_severs_the_link_and_costs_the_survivors_no_weights() -> N
         world = settle(system, advance(system, world, Sever(name, "link")))
         assert system.get(world, name).state == State.AWAKE
         assert "weights" in system.get(world, name).held
+
+
+APART = ("actor", "critic", "rollout-0", "rollout-1")
+
+
+def test_with_a_critic_at_the_link_no_end_has_it_without_the_others() -> None:
+    """One resource, one epoch: no actor is connected to rollout workers and not to the critic."""
+    system, world = at("disaggregated_critic_apart", "sync")
+    assert world.links[0].members == {*APART}
+    some = [ends for ends in combinations(APART, 3) if "actor" in ends]
+    for trigger, here in (
+        ("disconnect", world),
+        ("connect", apply(system, world, Move("disconnect", APART))),
+    ):
+        for ends in some:
+            with pytest.raises(Refused, match="moves all of"):
+                advance(system, here, Begin(trigger, ends))
+
+
+@pytest.mark.parametrize("dead", ["critic", "rollout-1", "actor"])
+def test_any_ends_death_ends_the_lease_of_all_and_costs_nobody_its_weights(dead: str) -> None:
+    system, world = at("disaggregated_critic_apart", "sync")
+    before = {name: system.get(world, name).version for name in APART}
+    world = advance(system, world, Died(dead))
+    assert not any(system.lease(world, name, "link") for name in APART)
+    for name in (name for name in APART if name != dead):
+        world = settle(system, advance(system, world, Sever(name, "link")))
+        assert system.get(world, name).state == State.AWAKE
+        assert system.get(world, name).version == before[name]
+    assert world.links[0].state == LinkState.DOWN
+
+
+def test_values_are_sent_by_the_critic_and_the_actor_and_a_push_is_not_theirs() -> None:
+    system, world = at("disaggregated_critic_apart", "sync")
+    world = apply(system, world, Move("push", ENDS))
+    versions = [system.get(world, name).version for name in APART]
+    assert versions == [Version(1, 0), None, Version(1, 0), Version(1, 0)]
+    with pytest.raises(Refused, match=r"moves all of \['actor', 'critic'\] together"):
+        advance(system, world, Act("send_values", ("actor",)))
+    # Values have no version: neither sending them nor failing to tears anybody's weights.
+    for ok in (True, False):
+        after = advance(system, world, Act("send_values", ("actor", "critic")))
+        after = advance(system, after, Acted("send_values", ("actor", "critic"), ok))
+        assert [system.get(after, name).version for name in APART] == versions
+
+
+def test_values_wait_for_a_lease_that_is_good_at_every_end() -> None:
+    system, world = at("disaggregated_critic_apart", "send")
+    world = advance(system, world, Died("rollout-0"))
+    with pytest.raises(Refused, match=r"`self.lease` is false"):
+        advance(system, world, Act("send_values", ("actor", "critic")))
 
 
 def test_a_sleeper_holds_no_communicator_and_reconnects_under_a_new_epoch_row_1() -> None:

@@ -36,7 +36,7 @@ needs_tlc = pytest.mark.skipif(
 
 STATES = {
     "colocated_critic": 2_413, "disaggregated": 1_099, "disaggregated_critic": 4_153,
-    "disaggregated_critic_score": 4_468,
+    "disaggregated_critic_score": 4_468, "disaggregated_critic_apart": 18_335,
 }  # fmt: skip
 """Distinct states with one rollout worker, each worker's own move being one step."""
 BETWEEN_EFFECTS = 7_753

@@ -15,8 +15,10 @@ import pytest
 
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.spec import load
+from fsm_trainer.machine.world import System
 from fsm_trainer.runtime.journal import Entry, Kind
 from fsm_trainer.verify.conformance import check_journal
+from fsm_trainer.verify.run import counted
 from tests.runs import dying
 from tests.runs.training import (
     SMALL,
@@ -31,6 +33,7 @@ from tests.runs.training import (
 )
 
 SCHEDULE = "disaggregated_critic"  # the examples' tests run the other ones
+APART = "schedule=disaggregated_critic_apart"
 SETS = [part for text in SMALL for part in ("--set", text)]
 
 
@@ -188,6 +191,61 @@ def test_a_run_goes_on_after_a_rollout_worker_and_an_actor_were_killed(tmp_path:
     undisturbed = train(tmp_path / "undisturbed", "steps=6", "checkpoint.every=1")
     for role in ("actor", "critic"):
         assert trained.weights(6, role) == undisturbed.weights(6, role)
+
+
+def test_a_critic_on_devices_of_its_own_learns_the_same_bit_for_bit(
+    trained: Trained, tmp_path: Path
+) -> None:
+    """Over the link or through the object store, beside the actor or before it."""
+    apart = train(tmp_path / "run", "steps=3", "checkpoint.every=2", APART)
+
+    for role in ("actor", "critic"):
+        assert apart.weights(3, role) == trained.weights(3, role)
+    rewards = [[row.train_reward for row in run.metrics] for run in (apart, trained)]
+    assert rewards[0] == rewards[1]
+    assert trace(apart.folder).returncode == 0
+    entries = [entry for entry in apart.journal if entry.ok]
+    done = Counter((e.worker, e.trigger) for e in entries if e.kind is Kind.ACTION)
+    for worker in ("actor", "critic"):
+        assert done[worker, "send_values"] == done[worker, "train"] == 3
+    moved = Counter((e.worker, e.trigger) for e in entries if e.kind is Kind.TRANSITION)
+    system = System.of(load(APART.partition("=")[2]), 2)
+    assert moved == counted(system, 3)
+    # Both train at once: whoever ends first ends after the other one has begun.
+    times = [(e.time - e.seconds, e.time) for e in entries if e.trigger == "train"]
+    for one, two in zip(times[::2], times[1::2], strict=True):
+        assert max(one[0], two[0]) < min(one[1], two[1])
+
+
+def test_a_run_goes_on_after_both_ends_of_the_values_were_killed_in_them(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "killed").mkdir()
+    monkeypatch.setenv("KILLED_ONCE_FLAGS", str(tmp_path / "killed"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "killed"), prepend=os.pathsep)
+
+    run = train(tmp_path / "run", "steps=3", "checkpoint.every=1", APART)
+
+    died = [f"{e.error}" for e in run.journal if e.trigger == "died"]
+    for worker in ("actor", "critic"):
+        assert any(error.startswith(f"{worker}'s process is gone") for error in died)
+    assert {"actor", "critic"} == {path.name for path in (tmp_path / "killed").iterdir()}
+    traced = trace(run.folder)
+    assert traced.returncode == 0, traced.stdout + traced.stderr
+    for role in ("actor", "critic"):
+        assert run.weights(3, role) == trained.weights(3, role)
+
+
+@pytest.mark.nightly
+def test_two_ranks_of_actor_and_critic_learn_what_they_learn_sharing_devices(
+    tmp_path: Path,
+) -> None:
+    ranks = ("steps=2", "actor.ranks=2", "critic.ranks=2")
+    together, apart = train(tmp_path / "a", *ranks), train(tmp_path / "b", *ranks, APART)
+
+    assert trace(apart.folder).returncode == 0
+    for role in ("actor", "critic"):
+        assert apart.weights(2, role) == together.weights(2, role)
 
 
 def test_the_part_of_a_worker_that_dies_in_it_is_made_by_another_and_no_other_part_again(

@@ -357,6 +357,31 @@ def test_the_bytes_of_a_sleeper_go_where_its_device_is_fast(
     assert f"critic ⇒ train offload: on (target: {target})" in run.notes
 
 
+APART = "schedule=disaggregated_critic_apart"
+
+
+def test_a_critic_apart_has_ranks_of_its_own_and_no_trainer_sleeps(folder: Path) -> None:
+    (folder / "run.yaml").write_text(GOOD)
+    run = load_config(folder / "run.yaml", [APART, "actor.ranks=2", "critic.ranks=1"])
+    assert "critic ⇒ train offload: off" in run.notes
+    with pytest.raises(ConfigError, match="in which the trainers never sleep"):
+        load_config(folder / "run.yaml", [APART, "train_offload=true"])
+
+
+def test_a_critic_apart_needs_devices_of_its_own(folder: Path) -> None:
+    (folder / "run.yaml").write_text(GOOD)
+    there = [text for text in ELSEWHERE if "gpus" not in text]
+    there += [APART, "rollout.workers=2", "actor.ranks=2", "critic.ranks=3", "cluster.gpus=6"]
+    with pytest.raises(ConfigError, match=r"5 trainer ranks and 2 engine processes need 7"):
+        load_config(folder / "run.yaml", there)
+
+
+def test_values_have_no_way_without_rollout_workers(folder: Path) -> None:
+    said = run(folder, GOOD, "--set", APART, "--train-only", str(folder)).stderr
+    assert "--train-only: disaggregated_critic_apart sends values over a link that opens" in said
+    assert "--set schedule=disaggregated_critic" in said
+
+
 def huge_model(folder: Path) -> None:
     """A model folder whose file says that it has 10^12 numbers; the head is all of it."""
     folder.mkdir()

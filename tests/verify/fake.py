@@ -6,8 +6,9 @@ from typing import Any
 
 from fsm_trainer.machine import events as on
 from fsm_trainer.machine import step as s
+from fsm_trainer.machine.legal import actors_of
 from fsm_trainer.machine.names import State
-from fsm_trainer.machine.planner import Move, actors_of, plan, settle
+from fsm_trainer.machine.planner import Move, plan, settle
 from fsm_trainer.machine.spec import load
 from fsm_trainer.machine.world import System
 

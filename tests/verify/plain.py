@@ -27,10 +27,13 @@ def events(system: System, node: Node, jobs: int) -> Iterator[on.Event]:
             groups.add(together)
         for trigger in (Trigger.CONNECT, Trigger.DISCONNECT):
             yield on.Begin(trigger, legal.joint_ends(system, world, link, trigger))
-        ends = tuple(system.ends(world, system.spec.links[link]))
-        yield on.Act("push", ends)
-        pushing = tuple(n for n in ends if "push" in system.get(world, n).jobs)
-        yield from (on.Acted("push", pushing, ok) for ok in (True, False) if pushing)
+    for action in ("push", "send_values"):
+        ends = [n for n in system.names if action in system.table(n).actions]
+        ends = [n for n in ends if system.get(world, n).live]
+        if ends:
+            yield on.Act(action, tuple(ends))
+        at_it = tuple(n for n in ends if action in system.get(world, n).jobs)
+        yield from (on.Acted(action, at_it, ok) for ok in (True, False) if at_it)
     yield from (on.Commit(group) for group in groups if group)
     for name in system.names:
         worker, table = system.get(world, name), system.table(name)

@@ -65,7 +65,9 @@ Init ==
 Part(S, n) == S.workers[n]
 Working(S, n) == Sum(Part(S, n).jobs, ActionNames)
 Undead(S, n) == Part(S, n).move = None /\ Part(S, n).ghost # {}
-Ends(S, l) == {n \in Workers : Role[n] \in {Hub[l], Spokes[l]} /\ Part(S, n).live}
+\* The live ends of a link are all whose machine holds it somewhere.
+Ends(S, l) == {n \in Workers :
+    Part(S, n).live /\ \E s \in Set(States[Role[n]]) : l \in HoldsOf(n, s)}
 
 \* A lease is good while its epoch is the link's and the link is up.
 Lease(S, n, l) ==
@@ -324,11 +326,12 @@ CanDo(S, n, a) ==
 CanAct(S, n, a) == Working(S, n) < Jobs /\ CanDo(S, n, a)
 Act(S, n, a) == [S EXCEPT !.workers[n].jobs[a] = @ + 1]
 
-\* All ends push together; who receives is torn until the push is complete.
-CanPush(S, l, a) == Ends(S, l) # {} /\ \A n \in Ends(S, l) : CanDo(S, n, a)
+\* All ends that have the action do it together; who receives is torn until the push is complete.
+Doers(S, l, a) == {n \in Ends(S, l) : a \in ActionsOf(n)}
+CanPush(S, l, a) == Doers(S, l, a) # {} /\ \A n \in Doers(S, l, a) : CanDo(S, n, a)
 Push(S, l, a) ==
     [S EXCEPT !.workers = [n \in Workers |->
-        IF n \notin Ends(S, l) THEN Part(S, n)
+        IF n \notin Doers(S, l, a) THEN Part(S, n)
         ELSE [Part(S, n) EXCEPT !.jobs[a] = @ + 1,
                                 !.version = IF l \in Receives(n) THEN NoVersion ELSE @]]]
 
@@ -476,7 +479,8 @@ PushIsWhole ==
     \A l \in Links : \A a \in JointActions(l) :
         LET names == Pushing(world, l, a)
             spokes == {n \in names : l \in Receives(n)}
-            whole == \A n \in world.links[l].members : CanEnd(world, n, a)
+            whole == \A n \in world.links[l].members :
+                a \in ActionsOf(n) => CanEnd(world, n, a)
             Versions(ok) == {Part(Pushed(world, l, a, ok), n).version : n \in spokes}
         IN /\ \A n \in spokes : Part(world, n).version = NoVersion
            /\ \A ok \in BOOLEAN :

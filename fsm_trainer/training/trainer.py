@@ -186,7 +186,7 @@ class ModelTrainer:
         """Write what another process continues from; this one may still go on."""
         self._reference.show("live")
         self._left.mkdir(parents=True, exist_ok=True)
-        weights = [bytes_of(storage).cpu() for storage in weights_of(self._module)]
+        weights = [bytes_of(each).to("cpu", copy=True) for each in weights_of(self._module)]
         checkpoint.write(self._left, self.rank, self._shard(engine, weights))
 
     def _forget(self) -> None:

@@ -20,8 +20,9 @@ PACKAGE = ROOT / "fsm_trainer"
 # code to hold to their promises than the sketch had foreseen: 10,000 before SGLang, three ways for
 # weights and dispatch, 10,870 with them, after cuts of 660. What runs must be paid by cuts from now
 # on, its commands excepted: 200 for check, export and simulate. 360 more are trainers at full size
-# (measured and suspended sleep, sealed checkpoints, packing: 475), less cuts of 115, and 130 other
-# ways to sleep: a process that ends, and what DeepSpeed and torch_memory_saver do. The proof
+# (measured and suspended sleep, sealed checkpoints, packing: 475), less cuts of 115; 130 other ways
+# to sleep, 155 a critic on devices of its own. 1,185 are the numbers: algorithms and their phase
+# (235), checks and steps computed again (565), routes replayed on both engines (310). The proof
 # of it counts by itself: it is read, and run, apart. So do the monitor (320), which watches other
 # trainers, the kit for other people's lifecycles (980), and what makes a test of a violation (280):
 # no run loads them.

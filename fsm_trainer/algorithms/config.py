@@ -77,6 +77,15 @@ class PolicyConfig(BaseModel, extra="forbid", frozen=True):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_sequences_ratio_counts_once(self) -> PolicyConfig:
+        if self.ratio != "token" and self.aggregation != "sequence":
+            raise ValueError(
+                f"ratio {self.ratio} is one of a whole sequence, which aggregation "
+                f"{self.aggregation} would count by its tokens: write aggregation: sequence"
+            )
+        return self
+
 
 class PPOConfig(PolicyConfig, extra="forbid", frozen=True):
     """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347)."""

@@ -97,8 +97,8 @@ def _dumping(loaded: Run, step: int) -> Run:
     given, config = f"--dump-step {step}", loaded.config
     if not 1 <= step <= config.steps or loaded.only is Only.ROLLOUT:
         raise ConfigError(f"{given}: no such step is trained. Give one of 1 to {config.steps}")
-    sharded = [role for role in (config.actor, loaded.critic) if role and role.zero_stage == 3]
-    if sharded and config.actor.ranks > 1:
+    roles = [role for role in (config.actor, loaded.critic) if role is not None]
+    if any(role.zero_stage == 3 and role.ranks > 1 for role in roles):
         remedy = "Write zero_stage: 2, or train on one rank"
         raise ConfigError(f"{given}: one rank can't take up what several hold at ZeRO 3. {remedy}")
     return replace(loaded, dump_step=step)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fsm_trainer.data.trajectory import Trajectory
 from fsm_trainer.machine.errors import CapabilityMissing, DataError
@@ -51,8 +52,8 @@ class Routing(NamedTuple):
             problem = f"its routes are {routes.shape}, the model's are {expected}"
         elif routes.min() < 0 or routes.max() >= self.experts:
             problem = f"its routes name experts outside of [0, {self.experts})"
-        elif not routes.any():
-            problem = "its routes are all 0: nothing was recorded"
+        elif not routes.any() or self._silent(routes[trajectory.loss_mask[:-1] != 0]):
+            problem = "its routes are all 0, of all tokens or of all generated: none was recorded"
         elif (twice := (np.diff(np.sort(routes)) == 0).any(axis=(1, 2))).any():
             row = int(twice.argmax())
             problem = f"its routes send token {row} to one expert twice: {routes[row].tolist()}"
@@ -62,6 +63,10 @@ class Routing(NamedTuple):
             f"trajectory of sample {trajectory.sample.id!r}: {problem}. With routing_replay it "
             "can't be trained on; the generate hook has to hand on what the engine recorded"
         )
+
+    def _silent(self, generated: npt.NDArray[np.int32]) -> bool:
+        """A single expert 0 in each layer may be a route; of two, both can't be the same."""
+        return self.top_k == 1 and self.experts > 1 and len(generated) > 1 and not generated.any()
 
 
 def routers(model: Any) -> list[Any]:

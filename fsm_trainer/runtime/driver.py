@@ -302,7 +302,8 @@ class Driver:
         log.info("warmed up", **results["actor"].value)
 
     async def _score(self) -> None:
-        arguments = (self.progress.batch, self.config.algorithm, self.progress.step)
+        config = self.config
+        arguments = (self.progress.batch, config.algorithm, self.progress.step, config.checks)
         results = await self.reconciler.act("score", {"actor": arguments})
         self.progress.scored = results["actor"].payload
 

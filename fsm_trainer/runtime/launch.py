@@ -79,6 +79,11 @@ class _Launch:
                 f"--resume {folder}: there is no complete checkpoint in it, so nothing to go on "
                 "from. Start the run again in another folder: the same seed gives the same run"
             )
+        if self.position is not None and run.dump_step in range(1, self.position.step + 1):
+            raise ConfigError(
+                f"--dump-step {run.dump_step}: the run goes on after step {self.position.step}. "
+                "Give a later one, or start again in another folder"
+            )
 
     async def run(self) -> None:
         task = asyncio.current_task()

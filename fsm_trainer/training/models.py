@@ -79,7 +79,8 @@ def traits(model: Any) -> Traits:
         next(model.parameters()).dtype,
         model.config.num_hidden_layers,
         max([0.0, *(module.p for module in modules), *named]),
-        "num_experts" in model.config.to_dict(),
+        # transformers writes one or the other.
+        not {"num_experts", "num_local_experts"}.isdisjoint(model.config.to_dict()),
     )
 
 

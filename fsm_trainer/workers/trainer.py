@@ -25,6 +25,7 @@ from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.sync.manifest import Manifest, Transfer
 from fsm_trainer.sync.push import Sender
 from fsm_trainer.sync.values import receive_values, send_values
+from fsm_trainer.training import selfcheck
 from fsm_trainer.training.batch import Batch, collate
 from fsm_trainer.training.config import ChecksConfig, ScheduleConfig, TrainerConfig
 from fsm_trainer.training.ppo import (
@@ -283,12 +284,21 @@ class ActorHost(TrainerHost):
         return None, metrics
 
     def do_score(
-        self, trajectories: Sequence[Trajectory], config: PolicyConfig, step: int
+        self,
+        trajectories: Sequence[Trajectory],
+        config: PolicyConfig,
+        step: int,
+        checks: ChecksConfig,
     ) -> tuple[Scored, dict[str, float]]:
         """Log-probabilities of actor and reference; the first time freezes the reference."""
         self._freeze()
         batch = collate(trajectories, self.pad_token, self.routing)
-        return score(self.trainer, batch, config, self.generator(step)), {}
+        found = score(self.trainer, batch, config, self.generator(step))
+        if self.trainer.steps == 0:  # before the critic learns from it
+            selfcheck.zero_kl(
+                self.trainer, batch, found.old, found.reference, found.entropy, checks
+            )
+        return found, {}
 
     def do_send_values(self, step: int) -> tuple[None, None]:
         """Receive the step's advantages from the critic."""

@@ -38,6 +38,8 @@ from fsm_trainer.algorithms.config import (
         {"clip_high": 0.0},
         {"dual_clip": 1.0},
         {"ratio": "product"},
+        {"ratio": "sequence"},
+        {"ratio": "geometric", "aggregation": "constant", "aggregation_length": 8},
         {"kl_in": "advantage"},
         {"aggregation_length": 0},
         {"aggregation": "constant"},

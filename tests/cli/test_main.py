@@ -33,6 +33,15 @@ TWO_SHARDED = [
     for value in ("actor.ranks=2", "critic.ranks=2", "actor.zero_stage=3")
     for part in ("--set", value)
 ]
+APART_SHARDED = [
+    part
+    for value in (
+        "schedule=disaggregated_critic_apart",
+        "critic.ranks=2",
+        "critic.zero_stage=3",
+    )
+    for part in ("--set", value)
+]
 BY_HAND = ["actor=awake", "rollout-0=awake", "rollout-1=awake"]
 """A world in which everybody who could connect is awake."""
 
@@ -452,6 +461,7 @@ def test_every_schedule_is_planned_here() -> None:
             ["--dump-step", "1", *TWO_SHARDED],
             "Write zero_stage: 2",
         ),
+        (["--dump-step", "1", *APART_SHARDED], "Write zero_stage: 2"),
     ],
 )
 def test_a_step_that_could_not_be_replayed_is_refused_before_the_run(

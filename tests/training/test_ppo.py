@@ -273,7 +273,13 @@ EVERYTHING: dict[str, Any] = {
 @pytest.mark.parametrize(
     "config",
     [
-        GRPOConfig(kl_in="reward", kl_estimator="k1", ratio="geometric", **EVERYTHING),
+        GRPOConfig(
+            kl_in="reward",
+            kl_estimator="k1",
+            ratio="geometric",
+            aggregation="sequence",
+            **EVERYTHING,
+        ),
         RLOOConfig(**EVERYTHING),
         ReinforcePPConfig(aggregation="constant", aggregation_length=6, **EVERYTHING),
     ],

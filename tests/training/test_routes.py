@@ -19,6 +19,7 @@ from fsm_trainer.data.trajectory import Sample, Status, Trajectory
 from fsm_trainer.machine.errors import CapabilityMissing, DataError, SelfCheckFailed
 from fsm_trainer.machine.version import Version
 from fsm_trainer.training.batch import Batch, collate
+from fsm_trainer.training.models import traits
 from fsm_trainer.training.packing import Layout
 from fsm_trainer.training.routes import Replay
 from tests.training import routed
@@ -111,13 +112,27 @@ def changed(at: tuple[int, ...], value: int) -> npt.NDArray[np.int32]:
         (some_routes(5)[..., :1], r"are \(5, 3, 1\), the model's are \(5, 3, 2\)"),
         (changed((4, 2, 1), 8), r"outside of \[0, 8\)"),
         (changed((0, 0, 0), -1), r"outside of \[0, 8\)"),
-        (np.zeros((5, 3, 2), np.int32), "all 0: nothing was recorded"),
+        (np.zeros((5, 3, 2), np.int32), "all 0, of all tokens or of all generated"),
         (changed((3,), 0), "send token 3 to one expert twice"),
     ],
 )
 def test_routes_that_cannot_be_are_refused_with_the_samples_id(routes: Any, says: str) -> None:
     with pytest.raises(DataError, match=f"sample 'sum/7': .*{says}"):
         collate([trajectory(seed=1), trajectory(routes, seed=7)], 0, ROUTING)
+
+
+def test_one_expert_a_token_may_be_0_but_not_throughout_what_was_generated() -> None:
+    one = ROUTING._replace(top_k=1)
+    recorded = some_routes(5)[..., :1]
+    recorded[0], recorded[2] = 7, 0
+    collate([trajectory(recorded)], 0, one)
+    recorded[1:] = 0  # only the prompt's token was recorded
+    with pytest.raises(DataError, match="or of all generated"):
+        collate([trajectory(recorded)], 0, one)
+
+
+def test_a_mixtures_traits_say_that_it_has_experts(model: Any) -> None:
+    assert traits(model).experts
 
 
 def test_without_replay_routes_are_left_out() -> None:

@@ -108,12 +108,14 @@ class Checks:
             raise self.fail("algorithm.kl_in", problem, remedy)
         sleeps = critic and not _apart(spec)
         if config.train_offload is not None and config.train_offload is not sleeps:
-            word = "sleep in turn, because they share devices" if sleeps else "never sleep"
+            word = "sleep in turn, because they share devices" if sleeps else "sleep in no step"
             problem = f"contradicts schedule {name}, in which the trainers {word}"
             remedy = "Remove the line, or choose another schedule."
             raise self.fail("train_offload", problem, remedy)
-        target = config.actor.offload.on("cuda" if config.cluster.gpus else "cpu")
-        offload = f"on (target: {target})" if sleeps else "off"
+        device = "cuda" if config.cluster.gpus else "cpu"
+        trainers = (config.actor, config.critic or config.actor)
+        targets = dict.fromkeys(role.offload.on(device) for role in trainers)
+        offload = f"on (target: {', '.join(targets)})" if sleeps else "off"
         notes.append(f"{'critic' if critic else 'no critic'} ⇒ train offload: {offload}")
         return spec, notes
 
@@ -243,15 +245,19 @@ class Checks:
         self.data()
 
     def host_memory(self, spec: Spec) -> None:
-        """Copies of sleeping trainers in host memory must fit into this machine's."""
+        """Copies of sleeping trainers in host memory must fit into this machine's.
+
+        Also where they sleep at the end only.
+        """
         config, path = self.config, self.config.model.path
-        asleep = Role.CRITIC in spec.roles and not _apart(spec)
-        if path is None or not asleep or config.cluster.address is not None:
+        if path is None or config.cluster.address is not None:
             return
         device = "cuda" if config.cluster.gpus else "cpu"
-        actor, critic = config.actor, config.critic or config.actor
-        sets = ((actor, 2), (critic, 1))  # the actor's reference is a second set of weights
-        to_host = [(role, number) for role, number in sets if role.offload.on(device) == "host"]
+        sets = [(config.actor, 2)]  # its reference is a second set of weights
+        if Role.CRITIC in spec.roles:
+            sets.append((config.critic or config.actor, 1))
+        files = ("disk", "exit")
+        to_host = [(role, number) for role, number in sets if role.offload.on(device) not in files]
         if not to_host:
             return
         count = parameters(path)

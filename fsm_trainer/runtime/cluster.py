@@ -208,7 +208,7 @@ class Cluster:
 
     async def kill(self, name: str, seconds: float) -> None:
         """End a process and see it dead; raises DeadlineExceeded if it can't be seen."""
-        handle = self._handles.pop(name, None)
+        handle = self._handles.get(name)
         if handle is None:
             return
         ray.kill(handle.actor, no_restart=True)
@@ -220,6 +220,7 @@ class Cluster:
                     f"{seconds:g} s; its claim on the device stays"
                 )
             await asyncio.sleep(0.02)
+        del self._handles[name]
 
     def close(self) -> None:
         """End every process, the placement, and Ray where it was ours."""

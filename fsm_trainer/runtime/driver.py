@@ -228,8 +228,8 @@ class Driver:
             scored = await self._round(rollout.prompts - progress.groups)
             if not rollout.filter_rounds:
                 break
+            found = await self.data.informative([*progress.rounds, scored.payload])
             progress.rounds.append(scored.payload)
-            found = await self.data.informative(progress.rounds)
             kept: Kept = found.value
             scored, progress.groups = Outcome(found.payload, kept.means), kept.groups
             rounds = len(progress.rounds)

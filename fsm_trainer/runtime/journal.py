@@ -67,9 +67,9 @@ class Entry(BaseModel):
     error: str | None
     """Why not ok; null when ok."""
     bytes: int | None = Field(default=None, ge=0)
-    """Of a push, at its sender: how many bytes of weights went out; else absent."""
+    """Of a push, or of values sent, at its sender: how many bytes went out; else absent."""
     gigabytes_per_second: float | None = Field(default=None, ge=0)
-    """Of a push, at its sender: those bytes over the seconds from header to acknowledgement."""
+    """At the same: those bytes over the seconds from header to acknowledgement."""
     zero_kl: Literal["passed", "failed", "off"] | None = None
     """Of the actor's first training: whether its KL to the reference was 0; else absent. A check
     that failed in a run that went on was only to warn."""

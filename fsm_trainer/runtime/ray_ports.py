@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsm_trainer.machine.errors import WorkerLost
+from fsm_trainer.machine.errors import DeadlineExceeded, WorkerLost
 from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.names import State, Trigger
 from fsm_trainer.machine.version import Version
@@ -91,16 +91,19 @@ class RayPort:
         worker = await self._worker("lifecycle.commit")
         if self._exits and worker.state == State.SLEEPING and self._trigger != Trigger.START:
             seconds = self._deadlines.control
-            await asyncio.gather(*(self._cluster.end(r.name, seconds) for r in self.recipes))
+            try:
+                await _together(self._cluster.end(r.name, seconds) for r in self.recipes)
+            except DeadlineExceeded as error:  # the device is not free: no sleeper but a dead one
+                raise WorkerLost(str(error)) from error
             self._gone = worker
         return worker
 
     async def _return(self, worker: Worker, world: World) -> None:
         """Start the processes again, and bring them to where the worker fell asleep."""
         self._gone = None
+        told = {"returned": True, "checkpoint": None}  # what it left is newer than any
         self.start()
-        made = self._make()
-        await self._setup([replace(r, arguments={**r.arguments, "returned": True}) for r in made])
+        await self._setup([replace(r, arguments={**r.arguments, **told}) for r in self.recipes])
         await self._report("begin", Trigger.START, 0, worker.version, world, 0)
         report = await self._report("lifecycle.acquire")
         if report.failed is not None:

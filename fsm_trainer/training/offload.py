@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from io import BufferedRandom
 from pathlib import Path
@@ -135,6 +135,8 @@ class Bank:
         self._tight = tight
         self.hollow = 0
         """Bytes of sleeping storages that still say that they have them."""
+        self.engine: Any = None
+        """What holds the optimizer."""
         self._copies: dict[str, _HostCopy | _DiskCopy] = {}
         self._sizes: dict[str, list[int]] = {}
         self._asleep: dict[str, Storages] = {}
@@ -189,6 +191,26 @@ class Bank:
         self._sizes.clear()
 
 
+class StatesBank(Bank):
+    """DeepSpeed moves masters and moments by itself; what it leaves goes as ever."""
+
+    def sleep(self, name: str, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Move out; ``storages`` are looked for when DeepSpeed has moved its own."""
+        if name == "optimizer":
+            self.engine.offload()
+        super().sleep(name, storages)
+
+    def wake(self, name: str) -> None:
+        """Move back, all of it or nothing."""
+        super().wake(name)
+        if name == "optimizer":
+            try:
+                self.engine.reload()
+            except BaseException:
+                self.sleep(name, self.engine.optimizer())
+                raise
+
+
 class SavedBank(Bank):
     """torch_memory_saver instead: all that was allocated in its regions goes with the weights.
 
@@ -226,6 +248,9 @@ class SavedBank(Bank):
         self.hollow = 0
         if name == "weights":
             self._saver.resume()
+
+
+BANKS: Mapping[str, type[Bank]] = {"offload_states": StatesBank, "memory_saver": SavedBank}
 
 
 def storages_under(*roots: object) -> Iterator[torch.UntypedStorage]:

@@ -262,7 +262,6 @@ def _measure(
     ours, theirs = keep(logprobs, mask), keep(reference, mask)
     lengths = mask.sum(dim=1)
     figures = {
-        "train/reward": batch.rewards.mean(),
         "train/kl": masked_mean(kl(ours, theirs, "k3"), mask),
         "train/kl_k1": masked_mean(kl(ours, theirs, "k1"), mask),
         "actor/entropy": masked_mean(entropy, mask),

@@ -33,7 +33,7 @@ from fsm_trainer.training import checkpoint, models, packing, selfcheck
 from fsm_trainer.training.batch import Batch
 from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
 from fsm_trainer.training.device import Meter, process_bytes
-from fsm_trainer.training.offload import Bank, SavedBank, bytes_of, trim
+from fsm_trainer.training.offload import BANKS, Bank, bytes_of, trim
 from fsm_trainer.training.packing import Layout
 from fsm_trainer.training.port import Bank as BankName
 from fsm_trainer.training.port import Scores, Traits
@@ -84,7 +84,7 @@ class ModelTrainer:
             store, role, rank, world_size, config.timeout, backend, suspends
         )
         self._target = config.offload.on(self.device.type)
-        kind = SavedBank if self._target == "memory_saver" else Bank
+        kind = BANKS.get(self._target, Bank)
         self._bank = kind(self._target, scratch, self._name, config.offload.tight)
         self._meter, self._settled = Meter(self._name, self.device, process_bytes), False
         self._checkpoint: Path | None = None
@@ -111,8 +111,6 @@ class ModelTrainer:
             self._open_groups(epoch)
         elif self._engine is not None:
             self._bank.wake("optimizer")
-            if self._target == "offload_states":
-                self._engine.reload()
         self.held.add(resource)
 
     def release(self, resource: Resource) -> None:
@@ -133,8 +131,6 @@ class ModelTrainer:
             elif self._engine is not None:
                 if self._target == "exit":
                     self._leave(self._engine)
-                elif self._target == "offload_states":
-                    self._engine.offload()
                 self._bank.sleep("optimizer", self._engine.optimizer())
         self.held.discard(resource)
 
@@ -157,7 +153,7 @@ class ModelTrainer:
             return
         try:
             with self._groups.guard("start"):
-                self._engine = self._started()
+                self._engine = self._bank.engine = self._started()
                 if self.packing:
                     vocabulary = self._module.get_input_embeddings().num_embeddings
                     packing.check(self._engine.hidden, vocabulary, self.device)
@@ -193,7 +189,8 @@ class ModelTrainer:
         with self._bank.region():
             if self._engine is not None:
                 self._engine.destroy()
-            self._engine = self._module = self._replay = self._checkpoint = None
+            self._engine = self._bank.engine = None
+            self._module = self._replay = self._checkpoint = None
             self._groups.forget()
             gc.collect()  # the engine and its hooks refer to each other
         self._returned = False

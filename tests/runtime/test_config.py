@@ -346,7 +346,8 @@ ELSEWHERE = ["cluster.gpus=3", "cluster.address=there:6379", "rollout.engine.dev
     [
         ([], "disk"),
         (ELSEWHERE, "host"),
-        ([*ELSEWHERE, "actor.offload.target=disk"], "disk"),
+        ([*ELSEWHERE, "actor.offload.target=disk"], "disk, host"),
+        ([*ELSEWHERE, *(f"{r}.offload.target=disk" for r in ("actor", "critic"))], "disk"),
     ],
 )
 def test_the_bytes_of_a_sleeper_go_where_its_device_is_fast(
@@ -364,7 +365,7 @@ def test_a_critic_apart_has_ranks_of_its_own_and_no_trainer_sleeps(folder: Path)
     (folder / "run.yaml").write_text(GOOD)
     run = load_config(folder / "run.yaml", [APART, "actor.ranks=2", "critic.ranks=1"])
     assert "critic ⇒ train offload: off" in run.notes
-    with pytest.raises(ConfigError, match="in which the trainers never sleep"):
+    with pytest.raises(ConfigError, match="in which the trainers sleep in no step"):
         load_config(folder / "run.yaml", [APART, "train_offload=true"])
 
 

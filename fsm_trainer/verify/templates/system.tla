@@ -447,7 +447,7 @@ NoCommunicatorAsleep ==
             /\ Part(world, n).held \intersect Communicators = {}
             /\ \A l \in Links : Part(world, n).epochs[l] = 0
 
-\* 2: both ends of a link that is up hold the same epoch
+\* 2: all ends of a link that is up hold the same epoch
 OneEpoch ==
     \A n \in Workers, l \in Links :
         world.links[l].state = "up" => Part(world, n).epochs[l] \in {0, world.links[l].epoch}

@@ -1,0 +1,140 @@
+"""A trainer that ends when it sleeps: its port, over processes that are objects here."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fsm_trainer.machine.errors import DeadlineExceeded, WorkerLost
+from fsm_trainer.machine.lifecycle import Lifecycle
+from fsm_trainer.machine.names import State
+from fsm_trainer.machine.spec import load
+from fsm_trainer.machine.version import Version
+from fsm_trainer.machine.world import System
+from fsm_trainer.runtime.cluster import Recipe
+from fsm_trainer.runtime.config import DeadlineConfig
+from fsm_trainer.runtime.ray_ports import RayPort
+
+SYSTEM = System.of(load("disaggregated_critic"), rollouts=1)
+NAMES = ("actor.0", "actor.1")
+
+
+class Held:
+    def acquire(self, effect: Any) -> None: ...
+
+    def release(self, effect: Any) -> None: ...
+
+
+class Processes:
+    """Stands for the cluster: each process is a lifecycle, ``fails`` what a call raises."""
+
+    def __init__(self) -> None:
+        self.up: dict[str, Lifecycle] = {}
+        self.made: list[dict[str, Any]] = []
+        self.fails: dict[str, BaseException] = {}
+
+    def start(self, recipe: Recipe) -> None:
+        self.up[recipe.name] = Lifecycle(
+            SYSTEM, "actor", {r: Held() for r in SYSTEM.spec.system.resources}
+        )
+
+    async def setup(self, recipe: Recipe, seconds: float) -> None:
+        self._may(f"setup {recipe.name}")
+        self.made.append(dict(recipe.arguments))
+
+    async def call(
+        self, name: str, method: str, *arguments: Any, seconds: float, **how: Any
+    ) -> Any:
+        self._may(f"{method} {name}")
+        here = self.up[name]
+        if method == "begin":
+            trigger, epoch, version, world, _ = arguments
+            return here.begin(trigger, epoch=epoch, version=version, world=world)
+        return getattr(here, method.removeprefix("lifecycle."))(*arguments)
+
+    async def end(self, name: str, seconds: float) -> None:
+        await asyncio.sleep(0)
+        self._may(f"end {name}")
+        del self.up[name]
+
+    async def kill(self, name: str, seconds: float) -> None:
+        self.up.pop(name, None)
+
+    def _may(self, what: str) -> None:
+        if what in self.fails:
+            raise self.fails[what]
+
+
+def recipes() -> list[Recipe]:
+    return [Recipe(name, "", {"checkpoint": "newest"}, bundle=0) for name in NAMES]
+
+
+async def moved(port: RayPort, trigger: str) -> State:
+    world = SYSTEM.initial()
+    version = Version(1, 3) if trigger == "start" else None
+    await port.begin(trigger, 0, version, world, 1)
+    await port.acquire()
+    return (await port.commit()).state
+
+
+async def asleep(fails: dict[str, BaseException] | None = None) -> tuple[RayPort, Processes]:
+    processes = Processes()
+    port = RayPort(processes, "actor", recipes, DeadlineConfig(), exits=True)  # type: ignore[arg-type]
+    port.start()
+    await port.setup()
+    await moved(port, "start")
+    assert set(processes.up) == set(NAMES)  # nothing to leave yet: it has not been awake
+    await moved(port, "wake")
+    processes.fails = fails or {}
+    await moved(port, "sleep")
+    return port, processes
+
+
+async def test_a_sleeper_has_no_process_and_comes_back_as_it_was_before_its_next_move() -> None:
+    port, processes = await asleep()
+    assert processes.up == {} and await port.status() == []
+    await port.died("rollout-0")  # nobody is there to be told
+
+    assert await moved(port, "wake") == State.AWAKE
+
+    assert processes.up["actor.1"].worker.version == Version(1, 3)
+    # What it left is newer than the newest checkpoint, which need not be read.
+    assert processes.made[2:] == [{"checkpoint": None, "returned": True}] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_process_that_does_not_end_makes_a_dead_worker_not_a_sleeper(name: str) -> None:
+    with pytest.raises(WorkerLost, match="still there"):
+        await asleep({f"end {name}": DeadlineExceeded("still there")})
+
+
+@pytest.mark.parametrize(
+    "where", [f"{call} {NAMES[1]}" for call in ("setup", "begin", "lifecycle.acquire")]
+)
+async def test_a_rank_that_does_not_come_back_loses_the_worker_who_can_be_started_anew(
+    where: str,
+) -> None:
+    port, processes = await asleep()
+    processes.fails = {where: WorkerLost("gone")}
+
+    with pytest.raises(WorkerLost, match="gone"):
+        await moved(port, "wake")
+    processes.fails = {}
+    await port.kill()
+    await port.respawn()
+
+    assert processes.made[-2:] == [{"checkpoint": "newest"}] * 2
+    assert await moved(port, "start") == State.SLEEPING
+    assert set(processes.up) == set(NAMES)
+
+
+async def test_a_sleeper_that_is_declared_dead_starts_from_the_newest_checkpoint() -> None:
+    port, processes = await asleep()
+
+    await port.kill()
+    await port.respawn()
+
+    assert processes.made[-1] == {"checkpoint": "newest"}
+    assert await moved(port, "start") == State.SLEEPING

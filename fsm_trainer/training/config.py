@@ -101,6 +101,13 @@ class TrainerConfig(BaseModel, extra="forbid", frozen=True):
         return weights + parameters * (12 if half else 8) // (ranks if self.zero_stage else 1)
 
 
+# How the errors of checks begin, or what is in them: by it a report tells which check it was.
+ZERO_KL = "the first step's actor is not its reference"
+UNIT_RATIO = "the first minibatch's ratio is not 1"
+MISMATCH = "trainer and engine differ by"
+REPLICAS = "differs between ranks"
+
+
 class Verdict(IntEnum):
     """What ``check/zero_kl`` says; a check that failed in a run that goes on was only to warn."""
 

@@ -10,17 +10,26 @@ to the same verdict, and none is left in a collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import structlog
 import torch
 
+from fsm_trainer.algorithms.config import PolicyConfig
 from fsm_trainer.algorithms.kl import kl
 from fsm_trainer.algorithms.masked import keep, masked_mean
 from fsm_trainer.machine.errors import SelfCheckFailed
 from fsm_trainer.training.batch import Batch
-from fsm_trainer.training.config import ChecksConfig, MismatchConfig, Verdict
+from fsm_trainer.training.config import (
+    MISMATCH,
+    REPLICAS,
+    UNIT_RATIO,
+    ZERO_KL,
+    ChecksConfig,
+    MismatchConfig,
+    Verdict,
+)
 from fsm_trainer.training.offload import fingerprint
 from fsm_trainer.training.port import ModelPort, Traits
 
@@ -31,6 +40,11 @@ under 0.6, so it says: equal to the bit, or as good as certain."""
 _DEVIATIONS = 6.0
 # A layer rounds about 16 times between the residual stream and itself: norms, products, softmax.
 _ROUNDINGS = 16
+# Figures of an update that are measured before its first optimizer step.
+_BEFORE = (
+    "entropy", "advantage_mean", "advantage_max",
+    "value_mean", "return_mean", "explained_variance",
+)  # fmt: skip
 
 log = structlog.get_logger(__name__)
 
@@ -105,21 +119,93 @@ def limits(
     if alike and eps <= torch.finfo(torch.float32).eps:
         return Limits(EXACT, EXACT, EXACT)
     places = logprobs[mask != 0].double()
-    unit = eps / 2 * math.sqrt(1 if alike else _ROUNDINGS * traits.layers)
+    unit = eps / 2 if alike else _rounding(traits)
     usual = unit * max(1.0, float(places.square().mean().sqrt()))
     largest = unit * max(1.0, float(places.abs().max()))
     rows = int((mask != 0).any(dim=1).sum())
     return Limits(_DEVIATIONS * usual / math.sqrt(rows), _DEVIATIONS * largest, 2 * usual**2)
 
 
-def spread(traits: Traits, value: float, steps: int) -> float:
-    """What a figure of an update may differ by when it is computed again on another device.
+def spread(
+    traits: Traits,
+    batch: Batch,
+    figures: Mapping[str, float],
+    config: PolicyConfig,
+    steps: int,
+    scored: bool,
+    given: bool,
+) -> dict[str, float]:
+    """What each figure of an update may differ by when it is computed again on another device.
 
-    As in :func:`limits`, in unlike shapes, of a number of that value (1 at least), whose roundings
-    go on through ``steps`` optimizer steps.
+    What no model computes differs by the last two bits of a float32 of what is summed: rewards,
+    lengths, rates and verdicts, what follows from tables that were ``scored``, and advantages,
+    unless the KL is in the reward, and they were neither ``given`` nor scored. The rest is as in
+    :func:`limits`, in unlike shapes, with M the size of the engine's log-probabilities, for the
+    critic that of the rewards; what is summed up over ``steps`` optimizer steps has the roundings
+    of all. Then:
+
+    - means, and losses, which weigh log-probabilities by advantages: 1 if whitened: the mean's;
+    - shares: the mean's, and one token that falls to the other side;
+    - a mean of k3 that is x, and the critic's loss, d^2 / 2: k3's, and its slope in the log-ratio,
+      at most sqrt(2 x) + x, times the mean's. One minus the explained variance is that over the
+      returns' variance, so it moves by 2 / sqrt(2 loss) times the mean's, in proportion;
+    - gradient norms: in proportion, 6 u sqrt(k); ratios: by a factor of the largest's exp;
+    - an advantage with KLs in it, and what it weighs: also 6 s times their coefficient and the
+      longest answer's tokens, which are not independent.
     """
-    unit = torch.finfo(traits.dtype).eps / 2 * math.sqrt(_ROUNDINGS * traits.layers * steps)
-    return _DEVIATIONS * unit * max(1.0, abs(value))
+    mask, gain = batch.loss_mask, figures.get("actor/advantage_max", 1.0)
+    derived = config.kl_in == "reward" and not scored and not given
+    lengths, sizes = mask.sum(dim=1), {"critic": batch.rewards[:, None].expand_as(mask)}
+    kls = config.kl_coefficient * float(lengths.max()) if derived else 0.0
+    summed = {"learning_rate": 0.0, "reward": float(batch.rewards.abs().max())}
+    summed |= {"advantage_mean": gain, "advantage_max": gain}
+
+    def moved(name: str, value: float) -> float:
+        role, what = name.split("/", 1)
+        if _fixed(name, scored, derived):
+            return 4 * torch.finfo(torch.float32).eps * max(abs(value), summed.get(what, 1.0))
+        between = steps if role in ("actor", "critic") and what not in _BEFORE else 1
+        whole = traits._replace(layers=traits.layers * between)
+        some = limits(whole, sizes.get(role, batch.engine_logprobs), mask, alike=False)
+        gains = kls * some.mean * math.sqrt((lengths > 0).sum())
+        if what.endswith(("kl", "kl_old", "_k3")) or name == "critic/loss":
+            return (math.sqrt(2 * abs(value)) + abs(value)) * some.mean + some.k3
+        match what:
+            case "loss" | "policy_loss":
+                return some.mean * (1.0 if config.whiten_advantages else gain) + gains
+            case "clip_fraction" | "engine_corrected" | "route_disagreement":
+                return some.mean + 1 / float(lengths.sum())
+            case "ratio_max" | "ratio_inverse_max":
+                return abs(value) * math.expm1(min(some.max, 99.0))
+            case "ratio_drift" | "mismatch_max" | "zero_kl_max" | "unit_ratio_max":
+                return some.max
+            case "grad_norm":
+                return (_DEVIATIONS * _rounding(whole) + gains / (gain or 1.0)) * abs(value)
+            case "explained_variance":
+                apart = math.sqrt(2 * figures["critic/loss"]) or math.inf
+                return 2 * some.mean / apart * abs(1 - value)
+            case "advantage_mean" | "advantage_max":
+                return gains
+            case _:
+                return some.mean
+
+    return {name: moved(name, value) for name, value in figures.items()}
+
+
+def _fixed(name: str, scored: bool, derived: bool) -> bool:
+    """Whether no model computes a figure; see :func:`spread`."""
+    if name in ("train/reward", "check/zero_kl"):
+        return True
+    if name.startswith("actor/advantage"):
+        return not derived
+    if name.startswith(("train/", "check/mismatch", "check/engine", "actor/entropy")):
+        return scored
+    return name.startswith(("rollout/", "check/replicas")) or name.endswith("/learning_rate")
+
+
+def _rounding(traits: Traits) -> float:
+    """What the roundings of a pass in other shapes come to, in units of what is rounded."""
+    return torch.finfo(traits.dtype).eps / 2 * math.sqrt(_ROUNDINGS * traits.layers)
 
 
 def zero_kl(
@@ -140,7 +226,7 @@ def zero_kl(
     allowed = limits(model.traits, logprobs, batch.loss_mask)
     passed = gap.within(allowed)
     if not passed:
-        story = f"the first step's actor is not its reference: {_numbers(gap, allowed)}"
+        story = f"{ZERO_KL}: {_numbers(gap, allowed)}"
         told = f"{story}; {_worst(batch, gap, 'actor', 'reference')}"
         why = causes(model.traits, batch.loss_mask, logprobs, reference, entropy)
         _tell(model, told, why, config.zero_kl == "stop", "checks.zero_kl: warn")
@@ -166,21 +252,26 @@ def unit_ratio(
     ``rows`` are those of the first minibatch, ``old`` and ``fresh`` the log-probabilities without
     and with gradients, ``[batch, time]``. A ratio of 1 is a KL of 0 and a clip fraction of 0.
 
-    Raises SelfCheckFailed if it isn't and ``checks.zero_kl`` is ``stop``; gives the verdict if it
-    was to warn.
+    Raises SelfCheckFailed if it isn't and ``checks.zero_kl`` is ``stop``; beside the gap it gives
+    the verdict if it was to warn.
     """
     if config.zero_kl == "off":
         return {}
     mask = torch.zeros_like(batch.loss_mask)
     mask[rows] = batch.loss_mask[rows]
     gap, allowed = measure(old, fresh, mask), limits(model.traits, old, mask)
+    figures = {
+        "check/unit_ratio_mean": gap.mean,
+        "check/unit_ratio_max": gap.max,
+        "check/unit_ratio_k3": gap.k3,
+    }
     if gap.within(allowed):
-        return {}
-    story = f"the first minibatch's ratio is not 1: {_numbers(gap, allowed)}"
+        return figures
+    story = f"{UNIT_RATIO}: {_numbers(gap, allowed)}"
     told = f"{story}; {_worst(batch, gap, 'before', 'with gradients')}"
     why = causes(model.traits, mask, old, fresh, entropy)
     _tell(model, told, why, config.zero_kl == "stop", "checks.zero_kl: warn")
-    return {"check/zero_kl": float(Verdict.FAILED)}
+    return figures | {"check/zero_kl": float(Verdict.FAILED)}
 
 
 def mismatch(
@@ -201,9 +292,7 @@ def mismatch(
     stops = config.stop is not None and not gap.absolute <= config.stop
     if stops or not gap.absolute <= warns:
         limit = config.stop if stops else warns
-        story = (
-            f"trainer and engine differ by {gap.absolute:.3g} nats a token, {limit:g} is allowed"
-        )
+        story = f"{MISMATCH} {gap.absolute:.3g} nats a token, {limit:g} is allowed"
         told = f"{story}; {_worst(batch, gap, 'engine', 'trainer')}"
         why = causes(model.traits, mask, logprobs, engine, entropy)
         _tell(model, told, why, stops, "a larger checks.mismatch.stop")
@@ -234,7 +323,7 @@ def replicas(model: ModelPort, weights: Iterable[tuple[str, torch.Tensor]]) -> i
         found = table[:, differ[0]].tolist()
         sides = sorted([r for r, one in enumerate(found) if one == this] for this in {*found})
         raise SelfCheckFailed(
-            f"{list(prints)[differ[0]]} differs between ranks: {' against '.join(map(str, sides))} "
+            f"{list(prints)[differ[0]]} {REPLICAS}: {' against '.join(map(str, sides))} "
             f"({len(differ)} of {len(prints)} tensors differ). All must hold the same bytes. "
             "Likely causes: a weight that is written outside the optimizer, a gradient that isn't "
             "reduced, faulty memory. Go on from the last checkpoint"

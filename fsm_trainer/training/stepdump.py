@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError
@@ -25,13 +25,13 @@ from fsm_trainer.groups.rendezvous import Rendezvous
 from fsm_trainer.machine.errors import ConfigError, SelfCheckFailed
 from fsm_trainer.training import checkpoint, selfcheck
 from fsm_trainer.training.batch import Batch
-from fsm_trainer.training.config import ChecksConfig, TrainerConfig
+from fsm_trainer.training.config import ChecksConfig, OffloadConfig, TrainerConfig
 from fsm_trainer.training.offload import fingerprint
 from fsm_trainer.training.ppo import Scored, actor_update, critic_update
 from fsm_trainer.training.trainer import RESOURCES, ModelTrainer
 
 TOLD, TABLES, BEFORE = "step.json", "tables.pt", "before"
-SCORED = ("old", "entropy", "reference")
+SCORED = ("old", "entropy", "reference", "rerouted")
 
 
 class Told(BaseModel):
@@ -54,7 +54,7 @@ class Told(BaseModel):
     algorithm: dict[str, Any]
     checks: ChecksConfig
     prints: dict[str, str] = {}
-    """Fingerprints of what was read, by name."""
+    """Fingerprints of what was read, by name; those of the ranks' files stand beside these."""
     metrics: dict[str, float] | None = None
     """What came out; null if the update raised."""
 
@@ -107,19 +107,22 @@ def dumping(
 ) -> Iterator[None]:
     """Write what the update in the body is about to read; all ranks together, if there is a folder.
 
-    The body sets ``told.metrics``; where it raises, the dump has none.
+    Each rank fingerprints its own file, so none waits for more than that of another. The body sets
+    ``told.metrics``; where it raises, the dump has none.
     """
     if folder is None:
         yield
         return
     trainer.save(folder / BEFORE)
     prints = dict(_prints(trainer.named_weights()))
+    file = _shard(folder, trainer.rank)
+    write_durably(_print(file), fingerprint([_bytes(file)]).encode())
     leads = trainer.rank == 0
     if leads:
         tables = {each.name: getattr(batch, each.name) for each in fields(batch)}
         needed = {name: scored and getattr(scored, name) for name in SCORED}
         torch.save(tables | needed | {"advantages": gain}, folder / TABLES)
-        told.prints = prints | dict(_prints(_read(folder, told.ranks)))
+        told.prints = prints | dict(_prints(_read(folder, told)))
         _write(folder, told)
     yield
     if leads:
@@ -146,32 +149,35 @@ def replay(folder: Path, told: Told, algorithm: PolicyConfig) -> Replayed:
     scored = None if needed[0] is None else Scored(*needed)
     batch, generator = Batch(**tables), torch.Generator().manual_seed(told.seed)
     with _trainer(folder, told) as trainer:
-        found = dict(_prints(trainer.named_weights())) | dict(_prints(_read(folder, told.ranks)))
+        found = dict(_prints(trainer.named_weights())) | dict(_prints(_read(folder, told)))
         begun = trainer.steps
         changed = [name for name, one in told.prints.items() if found.get(name) != one]
+        changed += _changed_shards(folder, told.ranks)
         metrics: Mapping[str, float] = {}
         try:
             if isinstance(algorithm, PPOConfig) and told.role == "critic":
                 _, metrics = critic_update(trainer, batch, algorithm, generator, scored)
             else:
                 metrics = actor_update(
-                    trainer, batch, gain, algorithm, generator, told.checks, told.first
+                    trainer, batch, gain, algorithm, generator, told.checks, told.first, scored
                 )
         except SelfCheckFailed as error:
             stopped = str(error)
         steps, traits = max(trainer.steps - begun, 1), trainer.traits
+    was = told.metrics if told.metrics and not stopped else {}
+    allowed = selfcheck.spread(
+        traits, batch, was, algorithm, steps, scored is not None, gain is not None
+    )
     figures = [
-        Figure(name, was, metrics.get(name, math.nan), selfcheck.spread(traits, was, steps))
-        for name, was in (told.metrics or {}).items()
-        if not stopped
+        Figure(name, one, metrics.get(name, math.nan), allowed[name]) for name, one in was.items()
     ]
     return Replayed(changed, figures, stopped)
 
 
 @contextmanager
 def _trainer(folder: Path, told: Told) -> Iterator[ModelTrainer]:
-    """One rank that stands where all stood."""
-    with TemporaryDirectory() as scratch, Rendezvous.bind() as rendezvous:
+    """One rank that stands where all stood, and never sleeps: its offload may need a GPU."""
+    with TemporaryDirectory() as scratch, Rendezvous.bind() as rendezvous, ExitStack() as held:
         before = folder / BEFORE
         if told.ranks > 1:
             stage, joined = told.trainer.zero_stage, Path(scratch) / BEFORE
@@ -179,7 +185,7 @@ def _trainer(folder: Path, told: Told) -> Iterator[ModelTrainer]:
         trainer = ModelTrainer(
             "policy" if told.role == "actor" else "value",
             before,
-            told.trainer,
+            told.trainer.model_copy(update={"offload": OffloadConfig()}),
             rank=0,
             world_size=1,
             store=rendezvous.address,
@@ -191,9 +197,8 @@ def _trainer(folder: Path, told: Told) -> Iterator[ModelTrainer]:
         trainer.load(before)
         for resource in RESOURCES:
             trainer.acquire(resource, epoch=1)
+            held.callback(trainer.release, resource)
         yield trainer
-        for resource in reversed(RESOURCES):
-            trainer.release(resource)
 
 
 def _tables(folder: Path) -> dict[str, Any]:
@@ -204,17 +209,38 @@ def _tables(folder: Path) -> dict[str, Any]:
     return tables
 
 
-def _read(folder: Path, ranks: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and content of what stands beside the weights: tables, and each rank's optimizer."""
-    for name, table in _tables(folder).items():
-        if isinstance(table, torch.Tensor):
-            yield name, table
+def _read(folder: Path, told: Told) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and content of what is read beside models and optimizers: tables, and settings."""
+    said = told.model_dump(mode="json", exclude={"prints", "metrics"})
+    for name, value in (_tables(folder) | said).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+            continue
+        for key, one in value.items() if isinstance(value, dict) else [("", value)]:
+            text = bytearray(repr(one).encode())
+            yield f"{name}.{key}".rstrip("."), torch.frombuffer(text, dtype=torch.uint8)
+
+
+def _changed_shards(folder: Path, ranks: int) -> Iterator[str]:
+    """Name the ranks' files that aren't what their writers left, or said that they left."""
     for rank in range(ranks):
-        content = bytearray(checkpoint.path(folder / BEFORE, rank).read_bytes())
-        yield (
-            f"optimizer and reference of rank {rank}",
-            torch.frombuffer(content, dtype=torch.uint8),
-        )
+        file = _shard(folder, rank)
+        said = _print(file).read_text() if _print(file).is_file() else None
+        if fingerprint([_bytes(file)]) != said:
+            yield f"optimizer and reference of rank {rank}"
+
+
+def _shard(folder: Path, rank: int) -> Path:
+    return checkpoint.path(folder / BEFORE, rank)
+
+
+def _print(shard: Path) -> Path:
+    return shard.with_suffix(".print")
+
+
+def _bytes(file: Path) -> torch.Tensor:
+    """A file as it is mapped: no more of it is in memory than is looked at."""
+    return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
 
 
 def _prints(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str]]:

@@ -316,7 +316,7 @@ class ActorHost(TrainerHost):
         if self._received is not None and self._received[0] == step:
             gain = self._received[1]
         told, generator = self.told(step, config, checks, first), self.generator(step)
-        with dumping(dump, self.trainer, told, batch, gain, None):
+        with dumping(dump, self.trainer, told, batch, gain, scored):
             metrics = actor_update(
                 self.trainer, batch, gain, config, generator, checks, first, scored
             )

@@ -266,7 +266,11 @@ def checked(folder: Path, verdict: str | None, error: str | None = None, **numbe
         journal.record(**train)
     with MetricsWriter(folder / "metrics.jsonl") as metrics:
         for step, part in ((1, 1.0), (2, 0.5)):
-            told = {k: v * part for k, v in numbers.items() if step == 1 or "zero" not in k}
+            told = {
+                k: v * part
+                for k, v in numbers.items()
+                if step == 1 or not k.startswith(("check/zero", "check/unit"))
+            }
             metrics.write(step, told, phase_seconds={"policy": 1.0})
     return " ".join(Page(write_report(folder, folder / "report.html").read_text()).text)
 
@@ -299,6 +303,37 @@ def test_a_check_that_is_off_or_stopped_the_run_says_so(tmp_path: Path) -> None:
     assert "off (checks.zero_kl)" in checked(tmp_path / "off", "off")
     stopped = checked(tmp_path / "stopped", None, error="SelfCheckFailed: the first step's actor")
     assert "stopped the run: SelfCheckFailed: the first step's actor" in stopped
+
+
+@pytest.mark.parametrize(
+    ("error", "check"),
+    [
+        ("the first minibatch's ratio is not 1: log-ratio 1", "zero KL at the first step"),
+        ("trainer and engine differ by 0.2 nats a token", "trainer against engine"),
+        ("lm_head.weight differs between ranks: [0] against [1]", "replicas of the actor"),
+        ("actor-0: the gradient norm is nan at optimizer step 0", "other"),
+    ],
+)
+def test_what_stopped_the_run_is_told_of_the_check_that_did(
+    tmp_path: Path, error: str, check: str
+) -> None:
+    checked(tmp_path, None, error=f"SelfCheckFailed: {error}")
+
+    told = load_run(tmp_path).summary().checks
+
+    assert told == {check: f"stopped the run: SelfCheckFailed: {error}"}
+
+
+def test_a_first_ratio_that_failed_is_told_with_its_own_gap(tmp_path: Path) -> None:
+    zero = {f"check/zero_kl_{name}": 0.0 for name in ("mean", "max", "k3")}
+    unit = {"check/unit_ratio_mean": -1e-3, "check/unit_ratio_max": 2e-3}
+
+    text = checked(tmp_path, "failed", **zero, **unit, **{"check/unit_ratio_k3": 5e-7})
+
+    assert (
+        "failed in step 1: log-ratio 0 at most, 0 in the mean, k3 0; "
+        "of the first minibatch 0.002 at most, -0.001 in the mean, k3 5e-07"
+    ) in text
 
 
 def test_a_run_that_checked_nothing_tells_of_no_check(run: Path) -> None:

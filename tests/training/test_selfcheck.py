@@ -12,7 +12,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from fsm_trainer.algorithms.config import PPOConfig
+from fsm_trainer.algorithms.config import PPOConfig, RLOOConfig
 from fsm_trainer.machine.errors import SelfCheckFailed
 from fsm_trainer.training import selfcheck
 from fsm_trainer.training.batch import Batch
@@ -129,6 +129,10 @@ def test_a_ratio_that_is_not_one_is_warned_of_as_a_check_that_failed() -> None:
 
     assert warned["check/zero_kl"] == Verdict.FAILED
     assert warned["check/zero_kl_max"] == 0.0
+    # Of what is 1e-3 everywhere, in either way of the log-ratio; k3 is about half its square.
+    assert warned["check/unit_ratio_mean"] == pytest.approx(-1e-3, rel=1e-3)
+    assert warned["check/unit_ratio_max"] == pytest.approx(1e-3, rel=1e-3)
+    assert warned["check/unit_ratio_k3"] == pytest.approx(5e-7, rel=1e-2)
 
 
 def test_after_the_first_step_an_actor_may_leave_its_reference() -> None:
@@ -225,6 +229,79 @@ def test_the_derived_bound_is_that_of_its_formula() -> None:
 
     expected = (6 * unit * size / math.sqrt(4), 6 * unit * 4, 2 * (unit * size) ** 2)
     assert tuple(allowed) == pytest.approx(expected)
+
+
+SEEN = [
+    ("train/kl", 0.0, 0.9),
+    ("train/reward", 0.5, 0.51),
+    ("actor/clip_fraction", 0.0, 0.9),
+    ("actor/learning_rate", 1e-5, 0.0),
+    ("actor/policy_loss", 0.0, 0.5),
+    ("actor/advantage_mean", 0.0, 0.01),
+    ("check/zero_kl", 1.0, 0.1),
+    ("check/replicas_actor", 25.0, 24.0),
+    ("rollout/length_mean", 6.0, 6.1),
+    ("critic/learning_rate", 1e-5, 0.0),
+    ("critic/loss", 0.01, 0.5),
+]
+
+
+@pytest.mark.parametrize(("name", "was", "now"), SEEN)
+def test_in_bfloat16_a_figure_that_is_another_is_not_taken_for_rounding(
+    name: str, was: float, now: float
+) -> None:
+    traits, batch = Traits(torch.bfloat16, layers=28), sampled(3)
+    figures = {name: was, "actor/advantage_max": 2.0}
+    batch = batch.select([*range(len(batch))] * 8)
+
+    allowed = selfcheck.spread(traits, batch, figures, CONFIG, steps=4, scored=False, given=True)
+
+    assert allowed[name] < abs(now - was)
+
+
+def test_what_a_step_may_differ_by_is_that_of_the_formula() -> None:
+    # bfloat16, 3 layers: as above, over 4 rows; M is 2, and 4 steps double what they sum up.
+    batch = replace(
+        sampled(3).select([0, 1, 2, 3]),
+        loss_mask=torch.ones(4, 5), engine_logprobs=torch.full((4, 5), -2.0),
+        rewards=torch.tensor([2.0, -2.0, 1.0, 1.0]),
+    )  # fmt: skip
+    unit = 2**-8 * math.sqrt(48)
+    figures = {"actor/entropy": 3.0, "train/kl": 0.02, "actor/policy_loss": 0.0,
+               "actor/clip_fraction": 0.1, "actor/grad_norm": 5.0, "check/mismatch_max": 0.1,
+               "train/reward": 0.5}  # fmt: skip
+
+    allowed = selfcheck.spread(
+        Traits(torch.bfloat16, layers=3), batch, figures, CONFIG, steps=4, scored=False, given=True
+    )
+
+    assert allowed == pytest.approx({
+        "actor/entropy": 6 * unit,
+        "train/kl": (0.2 + 0.02) * 6 * unit + 2 * (2 * unit) ** 2,
+        "actor/policy_loss": 12 * unit,
+        "actor/clip_fraction": 12 * unit + 1 / 20,
+        "actor/grad_norm": 12 * unit * 5.0,
+        "check/mismatch_max": 12 * unit,
+        "train/reward": 2**-21 * 2.0,
+    })  # fmt: skip
+
+
+def test_an_advantage_with_kls_in_it_moves_with_those_of_its_answer() -> None:
+    # As above with M 1: the KLs of 5 tokens, not independent, each a tenth.
+    batch = replace(
+        sampled(3).select([0, 1, 2, 3]),
+        loss_mask=torch.ones(4, 5), engine_logprobs=torch.full((4, 5), -1.0),
+    )  # fmt: skip
+    config, traits = RLOOConfig(kl_coefficient=0.1), Traits(torch.bfloat16, layers=3)
+    figures = {"actor/advantage_mean": 0.0, "actor/advantage_max": 2.0}
+
+    fresh, scored = (
+        selfcheck.spread(traits, batch, figures, config, steps=4, scored=scored, given=False)
+        for scored in (False, True)
+    )
+
+    assert fresh["actor/advantage_mean"] == pytest.approx(6 * 2**-8 * math.sqrt(48) * 0.5)
+    assert scored["actor/advantage_mean"] == pytest.approx(2**-21 * 2.0)
 
 
 CAUSES = {

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from fsm_trainer.algorithms.config import PPOConfig
 from fsm_trainer.cli.main import app
 from fsm_trainer.groups.rendezvous import Rendezvous
 from fsm_trainer.machine.errors import ConfigError
-from fsm_trainer.training.stepdump import BEFORE, TABLES, TOLD, Replayed, read, replay
+from fsm_trainer.training import checkpoint
+from fsm_trainer.training.config import OffloadConfig
+from fsm_trainer.training.stepdump import BEFORE, TABLES, TOLD, Replayed, dumping, read, replay
 from tests.training.dumping import dumped
 from tests.training.ranks import Rank, run_ranks
-from tests.training.updates import models_in
+from tests.training.updates import models_in, ragged
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
@@ -41,10 +44,15 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dumped(rank, folder / "step" / "critic", models["value"], "critic", zero_stage=0)
         half = folder / "half" / "actor"
         dumped(rank, half, models["policy"], "actor", dtype="bfloat16")
+        dumped(rank, folder / "reward" / "actor", models["policy"], "actor", "reward")
+        dumped(rank, folder / "reward" / "critic", models["value"], "critic", "reward")
     return folder / "step"
 
 
-@pytest.mark.parametrize("name", ["step/actor", "step/critic", "half/actor"])
+DUMPS = ["step/actor", "step/critic", "half/actor", "reward/actor", "reward/critic"]
+
+
+@pytest.mark.parametrize("name", DUMPS)
 def test_a_dump_replays_to_the_bit(step: Path, name: str) -> None:
     found = again(step.parent / name)
 
@@ -83,6 +91,118 @@ def test_a_tampered_weight_is_named_with_the_figures_that_it_changes(
 
     assert found.changed == [WEIGHT]
     assert "actor/loss" in {figure.name for figure in found.figures if figure.differs}
+
+
+def tampered_advantages(folder: Path) -> None:
+    tables = torch.load(folder / TABLES)
+    tables["advantages"][tables["loss_mask"] != 0] *= -1
+    torch.save(tables, folder / TABLES)
+
+
+def tampered_weight(folder: Path) -> None:
+    """A matrix is scaled by two, as by a merge that is done twice."""
+    file = folder / BEFORE / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] *= 2
+    save_file(weights, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("tamper", "shows"),
+    [
+        (tampered_advantages, {"actor/advantage_mean"}),
+        (tampered_weight, {"train/kl"}),
+    ],
+)
+def test_in_bfloat16_figures_alone_show_what_was_tampered_with(
+    step: Path, tmp_path: Path, tamper: Callable[[Path], None], shows: set[str]
+) -> None:
+    folder = copied(step.parent / "half" / "actor", tmp_path)
+    tamper(folder)
+
+    found = again(folder)
+
+    assert shows <= {figure.name for figure in found.figures if figure.differs}
+
+
+def test_settings_groups_and_ids_are_named_where_they_were_changed(
+    step: Path, tmp_path: Path
+) -> None:
+    folder = copied(step / "actor", tmp_path)
+    tables = torch.load(folder / TABLES)
+    tables["groups"] = ("other", *tables["groups"][1:])
+    torch.save(tables, folder / TABLES)
+    told = json.loads((folder / TOLD).read_text())
+    told["seed"] += 1
+    told["algorithm"]["clip"] = 0.3
+    told["trainer"]["betas"][1] = 0.99
+    (folder / TOLD).write_text(json.dumps(told))
+
+    assert set(again(folder).changed) == {"groups", "seed", "algorithm.clip", "trainer.betas"}
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_what_was_scored_before_is_read_from_the_dump(
+    step: Path, tmp_path: Path, role: str
+) -> None:
+    folder = copied(step.parent / "reward" / role, tmp_path)
+    tables = torch.load(folder / TABLES)
+    tables["old"] -= 1.0
+    torch.save(tables, folder / TABLES)
+
+    found = again(folder)
+
+    assert found.changed == ["old"]
+    off = {figure.name: figure.now - figure.was for figure in found.figures if figure.differs}
+    if role == "actor":
+        assert off["train/kl_k1"] == pytest.approx(-1.0)
+    else:
+        assert off["critic/return_mean"] != 0.0
+
+
+@pytest.mark.parametrize("target", ["offload_states", "memory_saver"])
+def test_a_dump_of_a_run_that_offloads_from_a_gpu_replays_without_one(
+    step: Path, tmp_path: Path, target: str
+) -> None:
+    folder = copied(step / "actor", tmp_path)
+    told = read(folder)
+    trainer = told.trainer.model_copy(update={"offload": OffloadConfig(target=target)})
+
+    found = replay(
+        folder, told.model_copy(update={"trainer": trainer}), PPOConfig(**told.algorithm)
+    )
+
+    assert (found.changed, found.stopped) == (["trainer.offload"], None)
+    assert found.exact == len(found.figures)
+
+
+def test_a_replay_that_raises_leaves_no_group_open(
+    step: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("fsm_trainer.training.stepdump.actor_update", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        again(step / "actor")
+
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_looks_at_no_file_but_its_own(step: Path, tmp_path: Path, rank: int) -> None:
+    told = read(step / "actor").model_copy(update={"ranks": 2})
+    own = checkpoint.path(tmp_path / BEFORE, rank)
+
+    def save(folder: Path) -> None:
+        own.parent.mkdir(parents=True)
+        own.write_bytes(b"what this rank holds")
+
+    trainer: Any = SimpleNamespace(rank=rank, save=save, named_weights=lambda: iter(()))
+    with dumping(tmp_path, trainer, told, ragged(), None, None):
+        pass
+
+    assert {file.name for file in own.parent.iterdir()} == {own.name, f"rank-{rank}.print"}
 
 
 def test_a_tampered_optimizer_and_a_tampered_figure_are_named(step: Path, tmp_path: Path) -> None:
@@ -124,9 +244,13 @@ def test_an_update_that_a_check_stopped_is_stopped_again_for_the_same_reason(
 )
 def test_what_two_ranks_computed_one_computes_again(stage: str, tmp_path: Path) -> None:
     run_ranks(2, tmp_path, "tests.training.dumping", stage)
+    folder = tmp_path / f"stage-{stage}" / "actor"
 
-    found = again(tmp_path / f"stage-{stage}" / "actor")
+    found = again(folder)
+    checkpoint.path(folder / BEFORE, 1).with_suffix(".print").write_text("another")
+    other = again(folder)
 
+    assert other.changed == ["optimizer and reference of rank 1"]
     assert (found.changed, found.stopped) == ([], None)
     assert [figure for figure in found.figures if figure.differs] == []
     # Sums are taken in another order: some of it can't be equal to the bit.

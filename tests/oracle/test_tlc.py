@@ -57,7 +57,7 @@ def tlc(system: System, folder: Path, *, fine: bool = False, threads: int = 2) -
         # TLC unpacks its standard modules into the temporary folder: not into everybody's.
         [JAVA, "-XX:+UseParallelGC", f"-Djava.io.tmpdir={folder}", "-cp", str(JAR), "tlc2.TLC",
          "-workers", str(threads), "-metadir", str(folder / "found"), module.name],
-        cwd=folder, capture_output=True, text=True, timeout=280,
+        cwd=folder, capture_output=True, text=True, timeout=480,
     )  # fmt: skip
     counts = re.findall(r"(\d+) distinct states found", done.stdout)
     violated = re.search(r"Invariant (\w+) is violated", done.stdout)
@@ -69,6 +69,7 @@ def tlc(system: System, folder: Path, *, fine: bool = False, threads: int = 2) -
 
 
 @needs_tlc
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("schedule", schedules())
 def test_tlc_and_the_explorer_find_as_many_states_and_no_violation(
     schedule: str, tmp_path: Path

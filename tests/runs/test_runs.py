@@ -125,7 +125,8 @@ def test_the_same_seed_gives_bit_equal_weights(trained: Trained, tmp_path: Path)
         assert trained.weights(3, role) == again.weights(3, role)
 
 
-@pytest.mark.parametrize("name", ["critic", pytest.param("actor", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["critic", "actor"])
 def test_a_trainer_that_ends_when_it_sleeps_learns_the_same(
     trained: Trained, tmp_path: Path, name: str
 ) -> None:
@@ -217,6 +218,7 @@ def test_a_critic_on_devices_of_its_own_learns_the_same_bit_for_bit(
         assert max(one[0], two[0]) < min(one[1], two[1])
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_after_both_ends_of_the_values_were_killed_in_them(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

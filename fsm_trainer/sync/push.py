@@ -54,16 +54,22 @@ class _End:
             self._lease, self._transport = lease, transport(lease)
         return self._transport
 
-    @contextmanager
-    def _all_or_over(self, lease: Lease) -> Iterator[None]:
-        """End the lease for all members on an error: they wait for a bucket that won't come."""
-        try:
-            yield
-        except Exception as error:
-            # An operation that was cut off may still write to its buffers.
-            self._transport.drop()
-            lease.revoke(f"the push failed at {lease.membership.name}: {error}")
-            raise
+    def _drop(self) -> None:
+        """Keep no buffer: an operation that was cut off may still write to it."""
+        self._transport.drop()
+
+
+@contextmanager
+def all_or_over(
+    lease: Lease, what: str, let_go: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """End the lease for all members on an error, once let go: they wait for what won't come."""
+    try:
+        yield
+    except Exception as error:
+        let_go()
+        lease.revoke(f"{what} failed at {lease.membership.name}: {error}")
+        raise
 
 
 class Sender(_End):
@@ -96,7 +102,7 @@ class Sender(_End):
         lease.broadcast(_tensor(header))
         fit = _agree(lease, None, way.fits(manifest))
         began = time.monotonic()
-        with self._all_or_over(lease):
+        with all_or_over(lease, "the push", self._drop):
             if not fit:
                 way.prepare(manifest)
             checksum = Checksum()
@@ -140,7 +146,7 @@ class Receiver(_End):
         digest, epoch, *version = _HEADER.unpack(raw_bytes(header))
         refusal = _refusal(lease, manifest, digest.hex(), epoch)
         fit = _agree(lease, refusal, way.fits(manifest))
-        with self._all_or_over(lease):
+        with all_or_over(lease, "the push", self._drop):
             if not fit:
                 way.prepare(manifest)
             checksum, error = _load_all(way, manifest, bind)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -18,6 +16,7 @@ from fsm_trainer.groups.lease import Lease
 from fsm_trainer.machine.errors import SelfCheckFailed
 from fsm_trainer.sync.checksums import raw_bytes
 from fsm_trainer.sync.manifest import Transfer
+from fsm_trainer.sync.push import all_or_over
 
 
 def send_values(lease: Lease, step: int, table: torch.Tensor) -> Transfer:
@@ -26,7 +25,7 @@ def send_values(lease: Lease, step: int, table: torch.Tensor) -> Transfer:
     Raises SelfCheckFailed (somebody got other bytes), PeerLost, LeaseExpired.
     """
     began = time.monotonic()
-    with _all_or_over(lease):
+    with all_or_over(lease, "sending values"):
         lease.broadcast(torch.tensor([step, *table.shape]))
         lease.broadcast(table.to(lease.device))
         _compare(lease, table)
@@ -38,7 +37,7 @@ def receive_values(lease: Lease, step: int) -> torch.Tensor:
 
     Raises SelfCheckFailed (other bytes than were sent, or of another step), PeerLost, LeaseExpired.
     """
-    with _all_or_over(lease):
+    with all_or_over(lease, "sending values"):
         header = torch.zeros(3, dtype=torch.int64)
         lease.broadcast(header)
         sent, rows, length = header.tolist()
@@ -64,13 +63,3 @@ def _compare(lease: Lease, table: torch.Tensor) -> None:
             f"link {lease.link!r} epoch {lease.epoch}: {', '.join(other)} got other values than "
             f"{lease.membership.members[0]} sent; suspect memory or the network"
         )
-
-
-@contextmanager
-def _all_or_over(lease: Lease) -> Iterator[None]:
-    """End the lease for all members on an error: the others wait for what won't come."""
-    try:
-        yield
-    except Exception as error:
-        lease.revoke(f"the values failed at {lease.membership.name}: {error}")
-        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from fsm_trainer.machine.errors import ActionFailed, SelfCheckFailed
 from fsm_trainer.training.config import ScheduleConfig, Target
 from fsm_trainer.training.models import replacing
-from fsm_trainer.training.offload import Bank, fingerprint, storages_under
+from fsm_trainer.training.offload import Bank, StatesBank, fingerprint, storages_under
 
 
 @pytest.mark.parametrize("target", ["disk", "host"])
@@ -98,6 +99,39 @@ def test_a_wake_that_fails_takes_no_memory_and_can_be_tried_again(tmp_path: Path
 
     assert failed == 0
     assert torch.equal(tensor, torch.arange(1000))
+
+
+class States:
+    """DeepSpeed's own moves: half of the optimizer goes with them, the rest with the bank."""
+
+    def __init__(self) -> None:
+        self.own, self.rest = torch.arange(9.0), torch.arange(5.0)
+        self.asleep, self.room = False, False
+
+    def offload(self) -> None:
+        self.asleep = True
+
+    def reload(self) -> None:
+        if not self.room:
+            raise torch.OutOfMemoryError("no room")
+        self.asleep = False
+
+    def optimizer(self) -> Iterator[torch.UntypedStorage]:
+        return storages_under([self.rest])
+
+
+def test_deepspeeds_states_go_back_out_if_they_do_not_all_fit(tmp_path: Path) -> None:
+    bank, engine = StatesBank("offload_states", tmp_path, "actor-0"), States()
+    bank.engine = engine
+    bank.sleep("optimizer", engine.optimizer())
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        bank.wake("optimizer")
+    assert engine.asleep and engine.rest.untyped_storage().nbytes() == 0
+    engine.room = True
+    bank.wake("optimizer")
+
+    assert not engine.asleep and engine.rest.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_copy_of_another_layout_is_not_loaded(tmp_path: Path) -> None:

@@ -28,9 +28,8 @@ def replay_step(
     Losses, gradient norms and all other metrics, against what rounding explains. Exits with 1 if
     anything differs, or if the dump itself was changed. See docs/checks.md.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # before torch looks: what one device did, another checks
-    )
+    # Before torch looks: what one device did, another checks.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from fsm_trainer.runtime.config import AlgorithmConfig
     from fsm_trainer.runtime.logs import Logs
     from fsm_trainer.training.stepdump import TOLD, read, replay

@@ -106,7 +106,7 @@ class Checks:
             problem = f"doesn't fit schedule {name}, in which {who} scores before the critic"
             remedy = "Write reward with schedule disaggregated_critic_score, loss with another."
             raise self.fail("algorithm.kl_in", problem, remedy)
-        sleeps = critic and not _apart(spec)
+        sleeps = critic and not apart(spec)
         if config.train_offload is not None and config.train_offload is not sleeps:
             word = "sleep in turn, because they share devices" if sleeps else "sleep in no step"
             problem = f"contradicts schedule {name}, in which the trainers {word}"
@@ -133,7 +133,7 @@ class Checks:
         if critic is not None and Role.CRITIC not in spec.roles:
             remedy = "Remove it, or use algorithm.name: ppo."
             raise self.fail("critic", f"schedule {spec.name} has no critic", remedy)
-        if critic is not None and critic.ranks != ranks and not _apart(spec):
+        if critic is not None and critic.ranks != ranks and not apart(spec):
             problem = f"the critic shares the actor's devices, and actor.ranks is {ranks}"
             remedy = "Give actor.ranks and critic.ranks the same value."
             raise self.fail("critic.ranks", problem, remedy)
@@ -196,7 +196,7 @@ class Checks:
             remedy = "Write 1, or use a disaggregated schedule without share_devices."
             raise self.fail("rollout.engine.tensor_parallel", problem, remedy)
         trainers, engines = config.actor.ranks, config.rollout.workers * wide
-        if _apart(spec):
+        if apart(spec):
             trainers += (config.critic or config.actor).ranks
         needed = max(trainers, engines) if colocated else trainers + engines
         remedy = "More devices, fewer workers, or cluster.gpus: 0 for the CPU."
@@ -357,7 +357,7 @@ class Checks:
                 raise self.fail("warmup.steps", problem, remedy)
 
 
-def _apart(spec: Spec) -> bool:
+def apart(spec: Spec) -> bool:
     """Whether the critic has devices of its own, so that no trainer sleeps."""
     return bool(spec.schedule.facts.get("critic_apart"))
 

@@ -32,7 +32,7 @@ from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.spec import Spec
 from fsm_trainer.machine.world import System
-from fsm_trainer.runtime.checks import Checks
+from fsm_trainer.runtime.checks import Checks, apart
 from fsm_trainer.training.config import ChecksConfig, TrainerConfig
 
 AlgorithmConfig = Annotated[
@@ -236,7 +236,7 @@ class Run:
     @property
     def critic_apart(self) -> bool:
         """Whether the critic has devices of its own, and trains beside the actor."""
-        return bool(self.spec.schedule.facts.get("critic_apart"))
+        return apart(self.spec)
 
     @property
     def system(self) -> System:

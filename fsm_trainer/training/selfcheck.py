@@ -222,20 +222,10 @@ def zero_kl(
     """
     if config.zero_kl == "off":
         return {"check/zero_kl": float(Verdict.OFF)}
-    gap = measure(logprobs, reference, batch.loss_mask)
-    allowed = limits(model.traits, logprobs, batch.loss_mask)
-    passed = gap.within(allowed)
-    if not passed:
-        story = f"{ZERO_KL}: {_numbers(gap, allowed)}"
-        told = f"{story}; {_worst(batch, gap, 'actor', 'reference')}"
-        why = causes(model.traits, batch.loss_mask, logprobs, reference, entropy)
-        _tell(model, told, why, config.zero_kl == "stop", "checks.zero_kl: warn")
-    return {
-        "check/zero_kl": float(Verdict.PASSED if passed else Verdict.FAILED),
-        "check/zero_kl_mean": gap.mean,
-        "check/zero_kl_max": gap.max,
-        "check/zero_kl_k3": gap.k3,
-    }
+    tables, who = (logprobs, reference, entropy), ("actor", "reference")
+    passed, figures = _agree(model, batch, batch.loss_mask, tables, who, ZERO_KL, config)
+    verdict = Verdict.PASSED if passed else Verdict.FAILED
+    return {"check/zero_kl": float(verdict)} | {f"check/zero_kl_{n}": x for n, x in figures.items()}
 
 
 def unit_ratio(
@@ -259,19 +249,33 @@ def unit_ratio(
         return {}
     mask = torch.zeros_like(batch.loss_mask)
     mask[rows] = batch.loss_mask[rows]
-    gap, allowed = measure(old, fresh, mask), limits(model.traits, old, mask)
-    figures = {
-        "check/unit_ratio_mean": gap.mean,
-        "check/unit_ratio_max": gap.max,
-        "check/unit_ratio_k3": gap.k3,
-    }
-    if gap.within(allowed):
-        return figures
-    story = f"{UNIT_RATIO}: {_numbers(gap, allowed)}"
-    told = f"{story}; {_worst(batch, gap, 'before', 'with gradients')}"
-    why = causes(model.traits, mask, old, fresh, entropy)
-    _tell(model, told, why, config.zero_kl == "stop", "checks.zero_kl: warn")
-    return figures | {"check/zero_kl": float(Verdict.FAILED)}
+    tables, who = (old, fresh, entropy), ("before", "with gradients")
+    passed, figures = _agree(model, batch, mask, tables, who, UNIT_RATIO, config)
+    told = {f"check/unit_ratio_{name}": figure for name, figure in figures.items()}
+    return told if passed else told | {"check/zero_kl": float(Verdict.FAILED)}
+
+
+def _agree(
+    model: ModelPort,
+    batch: Batch,
+    mask: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    who: tuple[str, str],
+    problem: str,
+    config: ChecksConfig,
+) -> tuple[bool, dict[str, float]]:
+    """Whether two passes in like batches agree; and how far apart they are.
+
+    ``tables`` are the log-probabilities of both and the entropy.
+    """
+    ours, theirs, entropy = tables
+    gap, allowed = measure(ours, theirs, mask), limits(model.traits, ours, mask)
+    passed = gap.within(allowed)
+    if not passed:
+        told = f"{problem}: {_numbers(gap, allowed)}; {_worst(batch, gap, *who)}"
+        why = causes(model.traits, mask, ours, theirs, entropy)
+        _tell(model, told, why, config.zero_kl == "stop", "checks.zero_kl: warn")
+    return passed, {"mean": gap.mean, "max": gap.max, "k3": gap.k3}
 
 
 def mismatch(

@@ -280,9 +280,8 @@ def test_a_backward_pass_that_recomputes_without_routes_fails(model: Any) -> Non
         SelfCheckFailed, match=r"backward pass .* 1 times and took them \[0, 0, 0\]"
     ):
         replay.check_recomputed(1)
-    replay.check_recomputed(
-        1
-    )  # of passes without routes, or checked before, there is nothing to say
+    # Of passes without routes, or checked before, there is nothing to say.
+    replay.check_recomputed(1)
     with torch.no_grad():
         forward(model, replay, tokens, own_routes(model, tokens))
     replay.check_recomputed(1)

@@ -210,7 +210,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = TinyModelConfig(layers=3, intermediate=48, experts=8)
+    # SGLang's mixtures take heads of 64 and more on a GPU.
+    shape = TinyModelConfig(layers=3, heads=1, kv_heads=1, intermediate=48, experts=8)
     return make_tiny_model(tmp_path_factory.mktemp("model") / "moe", shape, seed=0)
 
 

@@ -43,9 +43,10 @@ def recording(
 @pytest.fixture(scope="module")
 def model(recording: Bench, moe: Path) -> Any:
     """The same weights in transformers."""
-    found = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(moe))
+    site, config = recording.site, AutoConfig.from_pretrained(moe)
+    found = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, site.dtype))
     found.load_state_dict(peer.weights(recording.engine.specs(), SEED))
-    return found.eval()
+    return found.to(site.device).eval()
 
 
 def requests(count: int) -> list[Request]:
@@ -74,36 +75,46 @@ def test_a_push_of_fused_experts_is_bit_exact(recording: Bench) -> None:
 
 
 def test_the_routes_are_those_that_transformers_takes(recording: Bench, model: Any) -> None:
-    asked, rows = requests(40), 0
+    asked, alike = requests(40), []
     for each, completion in zip(asked, recording.engine.generate(asked), strict=True):
-        tokens = torch.tensor([[*each.tokens, *completion.tokens]])
+        tokens = torch.tensor([[*each.tokens, *completion.tokens]], device=model.device)
         with torch.no_grad():
             logits = model(tokens, output_router_logits=True).router_logits
-        top = torch.stack([layer.topk(2).indices for layer in logits], dim=1)[:-1]
+        top = torch.stack([layer.topk(2).indices for layer in logits], dim=1)[:-1].cpu().numpy()
         assert completion.routes is not None and completion.routes.dtype == np.int32
         assert completion.routes.shape == (tokens.shape[1] - 1, 3, 2)
-        assert np.array_equal(completion.routes, top), each.id
-        rows += len(top)
-    assert rows > 600
+        alike.append((completion.routes == top).all(axis=-1))
+    same = np.concatenate(alike)
+    assert len(same) > 600
+    if recording.site.cuda:
+        # In bfloat16 other kernels round otherwise, and turn experts that are nearly alike. The
+        # pair of another token would be the same one time in 56.
+        assert same.mean() > 0.9
+    else:
+        assert same.all(), asked[next(n for n, one in enumerate(alike) if not one.all())].id
 
 
 def test_replayed_routes_give_the_engines_log_probs(recording: Bench, model: Any) -> None:
     asked, replay = requests(40), Replay(model)
-    shifted = 0.0
+    gaps: dict[str, list[float]] = {"replayed": [], "free": [], "shifted": []}
     for each, completion in zip(asked, recording.engine.generate(asked), strict=True):
-        tokens = torch.tensor([[*each.tokens, *completion.tokens]])
-        routes = torch.tensor(completion.routes)[None]
-
-        def gap(routes: torch.Tensor) -> float:
-            with torch.no_grad(), replay.taking(routes):
-                logits = model(tokens[:, :-1]).logits[0, len(each.tokens) - 1 :]  # noqa: B023
-            ours = (logits / each.temperature).log_softmax(-1)  # noqa: B023
-            chosen = ours.gather(1, tokens[0, len(each.tokens) :, None])[:, 0]  # noqa: B023
-            return float((chosen - torch.tensor(completion.logprobs)).abs().max())  # noqa: B023
-
-        assert gap(routes) < 1e-5
-        shifted = max(shifted, gap(routes.roll(1, dims=1)))
-    assert shifted > 1e-2, "other routes would be seen"
+        tokens = torch.tensor([[*each.tokens, *completion.tokens]], device=model.device)
+        routes = torch.tensor(completion.routes, device=model.device)[None]
+        ways = {"replayed": routes, "free": None, "shifted": routes.roll(1, dims=1)}
+        for name, way in ways.items():
+            with torch.no_grad(), replay.taking(way):
+                logits = model(tokens[:, :-1]).logits[0, len(each.tokens) - 1 :].float()
+            ours = (logits / each.temperature).log_softmax(-1)
+            chosen = ours.gather(1, tokens[0, len(each.tokens) :, None])[:, 0].cpu()
+            gaps[name] += (chosen - torch.tensor(completion.logprobs)).abs().tolist()
+    if recording.site.cuda:
+        # Rounding in bfloat16 alone. On an H200 SGLang's largest was 0.03 replayed and 0.23 free,
+        # and the mean 0.23 shifted.
+        assert np.mean(gaps["replayed"]) <= np.mean(gaps["free"])
+        assert max(gaps["replayed"]) < np.mean(gaps["shifted"]) / 2
+    else:
+        assert max(gaps["replayed"]) < 1e-5
+    assert max(gaps["shifted"]) > 1e-2, "other routes would be seen"
 
 
 def test_a_stopped_completion_has_a_route_for_each_token_but_the_last(recording: Bench) -> None:

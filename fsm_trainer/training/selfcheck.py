@@ -137,9 +137,9 @@ def spread(
 ) -> dict[str, float]:
     """What each figure of an update may differ by when it is computed again on another device.
 
-    What no model computes differs by the last two bits of a float32 of what is summed: rewards,
-    lengths, rates and verdicts, what follows from tables that were ``scored``, and advantages,
-    unless the KL is in the reward, and they were neither ``given`` nor scored. The rest is as in
+    What no model computes differs by the last two bits of a float32 of what is summed: lengths,
+    rates and verdicts, what follows from tables that were ``scored``, and advantages, unless the
+    KL is in the reward, and they were neither ``given`` nor scored. The rest is as in
     :func:`limits`, in unlike shapes, with M the size of the engine's log-probabilities, for the
     critic that of the rewards; what is summed up over ``steps`` optimizer steps has the roundings
     of all. Then:
@@ -157,8 +157,7 @@ def spread(
     derived = config.kl_in == "reward" and not scored and not given
     lengths, sizes = mask.sum(dim=1), {"critic": batch.rewards[:, None].expand_as(mask)}
     kls = config.kl_coefficient * float(lengths.max()) if derived else 0.0
-    summed = {"learning_rate": 0.0, "reward": float(batch.rewards.abs().max())}
-    summed |= {"advantage_mean": gain, "advantage_max": gain}
+    summed = {"learning_rate": 0.0, "advantage_mean": gain, "advantage_max": gain}
 
     def moved(name: str, value: float) -> float:
         role, what = name.split("/", 1)
@@ -194,7 +193,7 @@ def spread(
 
 def _fixed(name: str, scored: bool, derived: bool) -> bool:
     """Whether no model computes a figure; see :func:`spread`."""
-    if name in ("train/reward", "check/zero_kl"):
+    if name == "check/zero_kl":
         return True
     if name.startswith("actor/advantage"):
         return not derived

@@ -233,7 +233,6 @@ def test_the_derived_bound_is_that_of_its_formula() -> None:
 
 SEEN = [
     ("train/kl", 0.0, 0.9),
-    ("train/reward", 0.5, 0.51),
     ("actor/clip_fraction", 0.0, 0.9),
     ("actor/learning_rate", 1e-5, 0.0),
     ("actor/policy_loss", 0.0, 0.5),
@@ -269,7 +268,7 @@ def test_what_a_step_may_differ_by_is_that_of_the_formula() -> None:
     unit = 2**-8 * math.sqrt(48)
     figures = {"actor/entropy": 3.0, "train/kl": 0.02, "actor/policy_loss": 0.0,
                "actor/clip_fraction": 0.1, "actor/grad_norm": 5.0, "check/mismatch_max": 0.1,
-               "train/reward": 0.5}  # fmt: skip
+               "rollout/length_mean": 2.0}  # fmt: skip
 
     allowed = selfcheck.spread(
         Traits(torch.bfloat16, layers=3), batch, figures, CONFIG, steps=4, scored=False, given=True
@@ -282,7 +281,7 @@ def test_what_a_step_may_differ_by_is_that_of_the_formula() -> None:
         "actor/clip_fraction": 12 * unit + 1 / 20,
         "actor/grad_norm": 12 * unit * 5.0,
         "check/mismatch_max": 12 * unit,
-        "train/reward": 2**-21 * 2.0,
+        "rollout/length_mean": 2**-21 * 2.0,
     })  # fmt: skip
 
 

@@ -67,13 +67,12 @@ def group_advantages(
     al. 2025, arXiv:2503.20783. ``groups`` names the group of each row, in any order; a row alone
     in its group has advantage 0.
     """
-    index, count, mean = _groups(rewards, groups)
-    centred = rewards - mean[index]
-    if not normalize_std:
-        return centred
-    square = torch.zeros_like(count).index_add(0, index, centred.square())
-    std = (square / (count - 1).clamp(min=1)).sqrt()
-    return centred / (std[index] + _STD_EPSILON)
+    index, count, centred = _groups(rewards, groups)
+    if normalize_std:
+        square = torch.zeros_like(count).index_add(0, index, centred.square())
+        std = (square / (count - 1).clamp(min=1)).sqrt()
+        centred = centred / (std[index] + _STD_EPSILON)
+    return centred.to(rewards.dtype)
 
 
 def leave_one_out(rewards: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
@@ -82,8 +81,8 @@ def leave_one_out(rewards: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
     Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740; with n in the group that is
     ``n / (n - 1) (r - mean(r))``. A row alone in its group has advantage 0.
     """
-    index, count, mean = _groups(rewards, groups)
-    return (rewards - mean[index]) * (count / (count - 1).clamp(min=1))[index]
+    index, count, centred = _groups(rewards, groups)
+    return (centred * (count / (count - 1).clamp(min=1))[index]).to(rewards.dtype)
 
 
 def critic_free(
@@ -116,9 +115,13 @@ def critic_free(
 def _groups(
     rewards: torch.Tensor, groups: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The group of each row, and size and mean reward of each group."""
+    """The group of each row, the size of each group, and each reward less its group's mean.
+
+    In float64: what the mean of equal float32 rewards misses would be divided by itself.
+    """
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     index = torch.tensor([numbers[group] for group in groups], device=rewards.device)
-    zeros = rewards.new_zeros(len(numbers))
-    count = zeros.index_add(0, index, torch.ones_like(rewards))
-    return index, count, zeros.index_add(0, index, rewards) / count
+    exact = rewards.double()
+    zeros = exact.new_zeros(len(numbers))
+    count = zeros.index_add(0, index, torch.ones_like(exact))
+    return index, count, exact - (zeros.index_add(0, index, exact) / count)[index]

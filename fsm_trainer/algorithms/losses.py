@@ -9,7 +9,7 @@ import torch
 from fsm_trainer.algorithms.config import Ratio
 from fsm_trainer.algorithms.masked import keep
 
-# exp(20) = 5e8 is clipped anyway; float32 overflows to inf at 88, and inf * 0 is NaN.
+# exp(20) = 5e8, where only a dual clip bounds it; float32 is inf at 88, and inf * 0 is NaN.
 _LOG_RATIO_LIMIT = 20.0
 
 
@@ -21,7 +21,7 @@ class PolicyLoss(NamedTuple):
     log_ratio: torch.Tensor
     """log(new policy / old policy), cut at 20, detached; zeros in masked places."""
     clipped: torch.Tensor
-    """Bool: the clip took this token's gradient away."""
+    """Bool: a clip, or the cut at 20, took this token's gradient away."""
 
 
 class ValueLoss(NamedTuple):
@@ -57,7 +57,8 @@ def policy_loss(
     least = torch.minimum(plain, bounded)
     if dual_clip is not None:
         least = torch.where(gain < 0, torch.maximum(least, dual_clip * gain), least)
-    return PolicyLoss(keep(-least, mask), log_ratio.detach(), least.detach() != plain.detach())
+    clipped = (least != plain) | (log_ratio.abs() == _LOG_RATIO_LIMIT)
+    return PolicyLoss(keep(-least, mask), log_ratio.detach(), clipped.detach())
 
 
 def log_ratios(
@@ -94,7 +95,9 @@ def value_loss(
     if clip is None:
         return ValueLoss(plain / 2, torch.zeros_like(plain, dtype=torch.bool))
     bounded = (old + (new - old).clamp(-clip, clip) - target).square()
-    return ValueLoss(torch.maximum(plain, bounded) / 2, bounded.detach() > plain.detach())
+    # Within the clip old + (new - old) may miss new by a rounding.
+    clipped = (bounded > plain) & ((new - old).abs() > clip)
+    return ValueLoss(torch.maximum(plain, bounded) / 2, clipped.detach())
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:

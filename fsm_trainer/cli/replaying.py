@@ -57,14 +57,16 @@ def replay_step(
 def _json(found: Replayed) -> dict[str, Any]:
     differs = [figure._asdict() for figure in found.figures if figure.differs]
     told = {"figures": len(found.figures), "exact": found.exact, "changed": found.changed}
-    return {**told, "differs": differs, "stopped": found.stopped}
+    untold = [figure.name for figure in found.figures if figure.untold]
+    return {**told, "differs": differs, "untold": untold, "stopped": found.stopped}
 
 
 def _print(role: str, found: Replayed, out: Console) -> None:
     for name in found.changed:
         out.print(f"{role}: {name} is not what was dumped", style="red")
     if found.stopped is not None:
-        out.print(f"{role}: stopped again: {found.stopped}", style="red")
+        how = "stopped again" if found.again else "stopped, which it did not in the run"
+        out.print(f"{role}: {how}: {found.stopped}", style="red")
     for figure in (figure for figure in found.figures if figure.differs):
         off = f"{abs(figure.now - figure.was):.3g} apart, {figure.allowed:.3g} is rounding"
         out.print(
@@ -74,7 +76,10 @@ def _print(role: str, found: Replayed, out: Console) -> None:
         out.print(
             f"{role}: in the run the update ended with an error, here it doesn't", style="red"
         )
+    if untold := [figure.name for figure in found.figures if figure.untold]:
+        names = ", ".join(untold)
+        out.print(f"{role}: nothing is said of {names}: rounding is as large as they are")
     count = len(found.figures)
-    same = count - sum(figure.differs for figure in found.figures)
+    same = count - sum(figure.differs or figure.untold for figure in found.figures)
     text = f"{role}: {same} of {count} figures are as they were, {found.exact} of them to the bit"
     out.print(text, style="red" if found.wrong else "green")

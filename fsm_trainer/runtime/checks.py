@@ -169,6 +169,9 @@ class Checks:
         if rollout.filter_rounds and rollout.copies < 2:
             problem = "a group of one trajectory has equal rewards: all would be dropped"
             raise self.fail("rollout.filter_rounds", problem, "Set rollout.copies: 8, or write 0.")
+        if rollout.filter_rounds and not isinstance(algorithm, GRPOConfig | RLOOConfig):
+            problem = f"{algorithm.name.upper()} learns from groups of equal rewards too"
+            raise self.fail("rollout.filter_rounds", problem, "Write 0, or take grpo or rloo.")
         total = rollout.prompts * rollout.copies
         parts = {"algorithm.minibatches": algorithm.minibatches, "rollout.workers": rollout.workers}
         for field in (field for field, number in parts.items() if number > total):

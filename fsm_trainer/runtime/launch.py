@@ -24,7 +24,7 @@ from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.world import World
-from fsm_trainer.runtime.checkpoints import Checkpoints, Position
+from fsm_trainer.runtime.checkpoints import Checkpoints
 from fsm_trainer.runtime.cluster import Cluster, Recipe
 from fsm_trainer.runtime.config import RoleConfig, Run
 from fsm_trainer.runtime.driver import Driver
@@ -73,12 +73,9 @@ class _Launch:
         self.run_config, self.config, self.folder, self.console = run, run.config, folder, console
         self.layout, self.model = _Layout(run), Path()
         self.checkpoints = Checkpoints(folder / "checkpoints", run.config.checkpoint.keep)
-        self.position = self.checkpoints.latest() if resume else None
+        self.resume, self.position = resume, self.checkpoints.latest() if resume else None
         if resume and self.position is None:
-            raise ConfigError(
-                f"--resume {folder}: there is no complete checkpoint in it, so nothing to go on "
-                "from. Start the run again in another folder: the same seed gives the same run"
-            )
+            log.warning("no checkpoint was complete yet, the run begins again")
         if self.position is not None and run.dump_step in range(1, self.position.step + 1):
             raise ConfigError(
                 f"--dump-step {run.dump_step}: the run goes on after step {self.position.step}. "
@@ -92,7 +89,7 @@ class _Launch:
             if task is not None:
                 loop.add_signal_handler(number, task.cancel)
         path, began = self.folder / JOURNAL, time.monotonic()
-        left = self._left(path, self.position) if self.position is not None else None
+        left = self._left(path) if self.resume else None
         metrics = MetricsWriter(self.folder / "metrics.jsonl", tuple(self._sinks()))
         with metrics, Journal(path) as journal:
             cluster = Cluster(self.config.cluster, self.layout.bundles, self.folder)
@@ -110,7 +107,7 @@ class _Launch:
             finally:
                 await asyncio.shield(asyncio.to_thread(cluster.close))
 
-    def _left(self, path: Path, position: Position) -> World:
+    def _left(self, path: Path) -> World:
         """The world that the run had when it ended; a journal that doesn't say is set aside."""
         system, world = self.run_config.system, None
         if path.exists():
@@ -124,7 +121,8 @@ class _Launch:
                 log.warning("the journal does not lead on, a new one begins", aside=str(aside))
                 path.rename(aside)
         # Without a journal nobody is left, and links begin at epoch 1, under a store of this run.
-        return world or system.initial()._replace(lineage=position.lineage)
+        lineage = self.position.lineage if self.position is not None else 0
+        return world or system.initial()._replace(lineage=lineage)
 
     def _sinks(self) -> Iterator[Sink]:
         settings = self.config.metrics

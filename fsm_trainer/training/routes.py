@@ -121,5 +121,5 @@ def _expect(where: str, found: list[int], times: int) -> None:
         raise SelfCheckFailed(
             f"routing replay: {where} should take the routes of each layer {times} times and took "
             f"them {found} times. What was computed belongs to other experts than the engine's; "
-            "nothing was updated with it"
+            "no optimizer step was taken with it"
         )

@@ -74,6 +74,12 @@ class Figure(NamedTuple):
         alike = math.isnan(self.was) and math.isnan(self.now)
         return not alike and not abs(self.now - self.was) <= self.allowed
 
+    @property
+    def untold(self) -> bool:
+        """Whether it isn't equal, and may be rounding whatever it is: so nothing is known."""
+        size = max(abs(self.was), abs(self.now))
+        return self.was != self.now and not self.differs and self.allowed >= size
+
 
 class Replayed(NamedTuple):
     """What a step came to when it was computed again."""
@@ -83,6 +89,8 @@ class Replayed(NamedTuple):
     figures: list[Figure]
     stopped: str | None
     """The self check that ended it."""
+    again: bool
+    """Whether it had ended in the run too, by whatever."""
 
     @property
     def wrong(self) -> bool:
@@ -171,7 +179,7 @@ def replay(folder: Path, told: Told, algorithm: PolicyConfig) -> Replayed:
     figures = [
         Figure(name, one, metrics.get(name, math.nan), allowed[name]) for name, one in was.items()
     ]
-    return Replayed(changed, figures, stopped)
+    return Replayed(changed, figures, stopped, again=told.metrics is None)
 
 
 @contextmanager

@@ -109,6 +109,25 @@ def test_value_loss_by_hand(value: float, target: float, loss: float, slope: flo
     assert bool(found.clipped) == (slope == 0.0)
 
 
+def test_rounding_within_the_clip_is_no_clipping() -> None:
+    torch.manual_seed(0)
+    old, new, target = (0.1 * torch.rand(1, 999) - 0.05 for _ in range(3))
+    rounded = (old + (new - old) - target).square() > (new - target).square()
+    assert rounded.sum() > 9
+
+    assert not value_loss(new, old, target, torch.ones_like(old), clip=0.2).clipped.any()
+
+
+def test_a_ratio_beyond_what_float32_holds_has_no_gradient_and_counts_as_clipped() -> None:
+    logprobs = row(21.0, grad=True)
+
+    found = policy_loss(logprobs, row(0.0), row(-1.0), ONE, clip=0.2)
+    found.loss.sum().backward()
+
+    assert logprobs.grad is not None and float(logprobs.grad) == 0.0
+    assert bool(found.clipped) and found.loss.item() == pytest.approx(math.exp(20))
+
+
 def test_value_loss_without_a_clip_is_half_the_squared_error() -> None:
     found = value_loss(row(5.0), row(1.0), row(2.0), ONE, clip=None)
 

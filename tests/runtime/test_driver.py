@@ -186,7 +186,7 @@ def test_the_journal_tells_what_became_of_the_zero_kl_check(verdict: int, told: 
 
 def filtering(rounds: int) -> Run:
     settings = ["rollout.prompts=9", "rollout.copies=2", f"rollout.filter_rounds={rounds}"]
-    return load_config(QUICKSTART, settings)
+    return load_config(QUICKSTART.with_name("grpo.yaml"), settings)
 
 
 def test_the_groups_that_a_filter_drops_are_drawn_again_until_the_step_is_full() -> None:

@@ -236,6 +236,7 @@ SEEN = [
     ("actor/clip_fraction", 0.0, 0.9),
     ("actor/learning_rate", 1e-5, 0.0),
     ("actor/policy_loss", 0.0, 0.5),
+    ("actor/grad_norm", 1.0, 0.0),
     ("actor/advantage_mean", 0.0, 0.01),
     ("check/zero_kl", 1.0, 0.1),
     ("check/replicas_actor", 25.0, 24.0),

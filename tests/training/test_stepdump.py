@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,16 @@ from fsm_trainer.groups.rendezvous import Rendezvous
 from fsm_trainer.machine.errors import ConfigError
 from fsm_trainer.training import checkpoint
 from fsm_trainer.training.config import OffloadConfig
-from fsm_trainer.training.stepdump import BEFORE, TABLES, TOLD, Replayed, dumping, read, replay
+from fsm_trainer.training.stepdump import (
+    BEFORE,
+    TABLES,
+    TOLD,
+    Figure,
+    Replayed,
+    dumping,
+    read,
+    replay,
+)
 from tests.training.dumping import dumped
 from tests.training.ranks import Rank, run_ranks
 from tests.training.updates import models_in, ragged
@@ -235,8 +245,28 @@ def test_an_update_that_a_check_stopped_is_stopped_again_for_the_same_reason(
 
     found = again(folder)
 
-    assert found.stopped is not None and found.wrong
+    assert found.stopped is not None and found.wrong and found.again
     assert "the first step's actor is not its reference" in found.stopped
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "allowed", "differs", "untold"),
+    [
+        (1.0, 1.0, 9.0, False, False),
+        (1.0, 0.9, 0.2, False, False),
+        (1.0, 0.0, 0.9, True, False),
+        (1.0, 0.0, 1.0, False, True),
+        (0.0, 1e-3, 1e-2, False, True),
+        (math.nan, math.nan, 1.0, False, False),
+        (1.0, math.nan, 9.0, True, False),
+    ],
+)
+def test_a_figure_that_rounding_could_make_anything_is_not_called_equal(
+    was: float, now: float, allowed: float, differs: bool, untold: bool
+) -> None:
+    figure = Figure("one", was, now, allowed)
+
+    assert (figure.differs, figure.untold) == (differs, untold)
 
 
 @pytest.mark.parametrize(

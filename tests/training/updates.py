@@ -194,7 +194,8 @@ def plain_critic(
         limited = before + (values - before).clamp(-PPO.value_clip, PPO.value_clip)  # type: ignore
         far, near = (limited - goal).square()[here], (values - goal).square()[here]
         loss = torch.maximum(far, near).mean() / 2
-        clipped = (far > near).float().mean()
+        beyond = ((values - before).abs() > PPO.value_clip)[here]  # type: ignore
+        clipped = (beyond & (far > near)).float().mean()
         norm = stepped(model, optimizer, loss)
         steps.append(
             {

@@ -63,11 +63,16 @@ class LineError(DataError):
 
 
 class LineFile:
-    """A file that grows by whole lines; any thread may append, under ``lock``."""
+    """A file that grows by whole lines; any thread may append, under ``lock``.
+
+    A last line that a kill has cut off is cut away.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path, threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self.file = path.open("a", encoding="utf-8", buffering=1)
 
     def sync(self) -> None:

@@ -15,7 +15,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -84,6 +84,7 @@ class TrainingGroups:
         self._timeout, self._backend = timedelta(seconds=timeout), backend
         self.world = _Group(self, None)
         self._made: list[_Group] = []
+        self._meeting: Any = None  # the ranks' keys under the epoch
 
     def open(self, epoch: int) -> None:
         """Meet the other ranks under ``epoch``; raises :class:`PeerLost` when one doesn't come."""
@@ -117,6 +118,23 @@ class TrainingGroups:
                     f"{self.epoch}, deadline {self._timeout.total_seconds():g} s): {error}"
                 ) from error
             raise
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Something that all ranks do once, or none: PeerLost where it failed on another rank."""
+        with self.guard(doing):
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # of a store that is gone: the others wait in vain
+                    self._meeting.set(f"{doing}/{self.rank}", "failed")
+                raise
+            told = self._exchange(doing, "done")
+        if told != {b"done"}:
+            raise PeerLost(
+                f"rank {self.rank} of {self.link}: another rank failed in {doing} (epoch "
+                f"{self.epoch}); its own error says why. All of them do it again"
+            )
 
     def close(self) -> None:
         """Let nobody use the groups, and destroy or suspend them; those of a lost peer are no good.
@@ -153,8 +171,8 @@ class TrainingGroups:
 
     def _open(self) -> None:
         store = connect(self._address, self._timeout.total_seconds(), self.link)
-        meeting = PrefixStore(epoch_prefix(self.link, self.epoch), store)
-        if self.suspends and self._all_kept(meeting):
+        self._meeting = PrefixStore(epoch_prefix(self.link, self.epoch), store)
+        if self.suspends and self._all_kept():
             for group in (self.world, *self._made):
                 resume(group.live)
             self.is_open, self._kept = True, None
@@ -163,7 +181,7 @@ class TrainingGroups:
         hook = sys.excepthook
         dist.init_process_group(
             self._backend,
-            store=meeting,
+            store=self._meeting,
             rank=self.rank,
             world_size=self.world_size,
             timeout=self._timeout,
@@ -175,12 +193,16 @@ class TrainingGroups:
         for group in self._made:
             self._attach(group)
 
-    def _all_kept(self, meeting: PrefixStore) -> bool:
+    def _all_kept(self) -> bool:
         """Whether all ranks are here and kept the groups of one epoch: a new process has none."""
-        keys = [f"kept/{rank}" for rank in range(self.world_size)]
-        meeting.set(keys[self.rank], str(self._kept))
-        meeting.wait(keys, self._timeout)
-        return self._kept is not None and len({meeting.get(key) for key in keys}) == 1
+        return len(self._exchange("kept", self._kept)) == 1 and self._kept is not None
+
+    def _exchange(self, what: str, told: object) -> set[bytes]:
+        """What the ranks say of it under this epoch; all of them must, within the timeout."""
+        keys = [f"{what}/{rank}" for rank in range(self.world_size)]
+        self._meeting.set(keys[self.rank], str(told))
+        self._meeting.wait(keys, self._timeout)
+        return {self._meeting.get(key) for key in keys}
 
     def _attach(self, group: _Group) -> None:
         ranks = list(group.ranks or ())

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from fsm_trainer.runtime.config import RunConfig
     from fsm_trainer.training.config import TrainerConfig
 
+CONTAINER = Path("/sys/fs/cgroup/memory.max")
+"""What a container may use of this machine's memory, in bytes or ``max``."""
 RELATIVE = "Paths in the file are relative to it, those of --set to the working folder."
 
 
@@ -256,20 +258,24 @@ class Checks:
         if path is None or config.cluster.address is not None:
             return
         device = "cuda" if config.cluster.gpus else "cpu"
-        sets = [(config.actor, 2)]  # its reference is a second set of weights
+        sets = {"actor": (config.actor, 2)}  # its reference is a second set of weights
         if Role.CRITIC in spec.roles:
-            sets.append((config.critic or config.actor, 1))
+            sets["critic"] = (config.critic or config.actor, 1)
         files = ("disk", "exit")
-        to_host = [(role, number) for role, number in sets if role.offload.on(device) not in files]
+        to_host = {n: one for n, one in sets.items() if one[0].offload.on(device) not in files}
         if not to_host:
             return
         count = parameters(path)
-        need = sum(role.ranks * role.bank_bytes(count, role.ranks, n) for role, n in to_host)
+        need = sum(
+            role.ranks * role.bank_bytes(count, role.ranks, n) for role, n in to_host.values()
+        )
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if CONTAINER.is_file() and (limit := CONTAINER.read_text().strip()) != "max":
+            have = min(have, int(limit))
         if need > have:
             problem = f"sleepers need {need:,} bytes of host memory, and this machine has {have:,}"
             remedy = "Write disk, raise zero_stage with more ranks, or take a smaller model."
-            raise self.fail("actor.offload.target", problem, remedy)
+            raise self.fail(f"{next(iter(to_host))}.offload.target", problem, remedy)
 
     def engine(self) -> None:
         """SGLang, where workers on this machine are to start it or to talk to it."""

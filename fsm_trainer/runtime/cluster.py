@@ -234,6 +234,8 @@ class Cluster:
         while pids and time.monotonic() < deadline:
             pids = [pid for pid in pids if not _gone(pid)]
             time.sleep(0.02)
+        if pids:
+            log.warning("processes of the run were killed and are still there", pids=pids)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 

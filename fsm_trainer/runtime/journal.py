@@ -6,7 +6,6 @@ report draws. A record is a line that ends: what a killed run left half-written 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -83,7 +82,7 @@ class Journal(LineFile):
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        entries = _cut_unfinished(path) if path.exists() else []
+        entries = read_journal(path) if path.exists() else []
         super().__init__(path)
         self._clock, self._seq = clock, entries[-1].seq if entries else 0
 
@@ -113,10 +112,4 @@ def read_journal(path: Path) -> list[Entry]:
         if entry.seq != number:
             because = f"seq is {entry.seq}, must be {number}: a record is missing or moved"
             raise LineError(path, number, because)
-    return entries
-
-
-def _cut_unfinished(path: Path) -> list[Entry]:
-    entries = read_journal(path)
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return entries

@@ -181,11 +181,15 @@ class Bank:
                 "storages, size by size"
             )
         self._copies[name].read(storages)
+        if self._tight and name == "weights":  # the live ones, which are awake
+            self._copies.pop(name).close()
 
     def close(self) -> None:
-        """Forget every copy, and delete its file."""
+        """Forget every copy, and delete its file; those of a process that ended too."""
         for copy in self._copies.values():
             copy.close()
+        for left in self._scratch.glob(f"{self._prefix}.*.bank"):
+            left.unlink()
         self._copies.clear()
         self._asleep.clear()
         self._sizes.clear()

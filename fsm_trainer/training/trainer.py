@@ -120,15 +120,16 @@ class ModelTrainer:
             self._forget()
         elif resource == "train_groups":
             self._groups.close()
+        elif self._engine is None:  # its start was undone, and may have changed the module
+            self._module = self._replay = None
         else:
-            if self._engine is not None:
-                self._engine.drop_gradients()
+            self._engine.drop_gradients()
             if resource == "weights":
                 self._reference.show("live")
                 self._bank.sleep("weights", weights_of(self._module))
                 if self.device.type == "cuda" and self._target != "exit":
                     self._meter.check(self._settled, self._bank.hollow)
-            elif self._engine is not None:
+            else:
                 if self._target == "exit":
                     self._leave(self._engine)
                 self._bank.sleep("optimizer", self._engine.optimizer())
@@ -152,13 +153,15 @@ class ModelTrainer:
         if self._engine is not None:
             return
         try:
-            with self._groups.guard("start"):
+            with self._groups.together("start"):
                 self._engine = self._bank.engine = self._started()
                 if self.packing:
                     vocabulary = self._module.get_input_embeddings().num_embeddings
                     packing.check(self._engine.hidden, vocabulary, self.device)
         except BaseException:
-            self._engine = None
+            if self._engine is not None:
+                self._engine.destroy()
+            self._engine = self._bank.engine = None
             self._groups.forget()
             raise
 
@@ -190,7 +193,7 @@ class ModelTrainer:
             if self._engine is not None:
                 self._engine.destroy()
             self._engine = self._bank.engine = None
-            self._module = self._replay = self._checkpoint = None
+            self._module = self._replay = None
             self._groups.forget()
             gc.collect()  # the engine and its hooks refer to each other
         self._returned = False

@@ -402,6 +402,9 @@ def test_sleepers_that_cannot_fit_into_host_memory_are_refused(folder: Path) -> 
 
     # Actor: weights, reference and two moments of 4 bytes a number; critic: without a reference.
     assert f"need {(16 + 12) * 10**12:,} bytes of host memory" in said
+    assert "actor.offload.target" in said
+    elsewhere = run(folder, GOOD, *model, "--set", "actor.offload.target=disk", "--set", to_host[1])
+    assert "critic.offload.target" in elsewhere.stderr and "actor.off" not in elsewhere.stderr
     (folder / "run.yaml").write_text(GOOD)
     load_config(folder / "run.yaml", model[1::2])  # to disk
 

@@ -101,6 +101,9 @@ def test_a_resumed_step_counts_once_with_its_last_numbers(path: Path) -> None:
     with path.open("a") as file:
         file.write('{"format": 1, "st')
     assert [(row.step, row.train_reward) for row in read_metrics(path)] == [(3, 0.2)]
+    with MetricsWriter(path) as writer:
+        writer.write(4, {"train/reward": 0.3})
+    assert [row.step for row in read_metrics(path)] == [3, 4]
 
 
 def test_a_damaged_row_is_named_by_file_and_line(path: Path) -> None:

@@ -111,6 +111,17 @@ def test_a_hundred_cycles_leave_threads_descriptors_groups_and_memory_flat(
         assert found["equal"]
 
 
+def test_a_start_that_fails_on_one_rank_has_failed_on_all_and_can_be_made_again(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(2, tmp_path, "tests.training.starting", *STAGES)
+    for stage in STAGES:
+        (healthy, learned), (failed, learned_too) = first[stage], second[stage]
+        assert healthy.startswith("PeerLost: rank 0 of train/actor: another rank failed in start")
+        assert failed == "MemoryError: only here"
+        assert learned and learned_too
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_are_averaged_over_ranks_and_summed_over_micro_batches(
     results: list[dict[str, Any]], stage: str, tmp_path: Path

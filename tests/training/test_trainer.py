@@ -306,6 +306,26 @@ def test_a_checkpoint_is_a_folder_that_transformers_loads(rank: Rank, tmp_path: 
     assert "lm_head.weight" not in ours
 
 
+def test_a_start_that_was_undone_continues_from_the_checkpoint_when_it_is_made_again(
+    rank: Rank, model: Path, tmp_path: Path
+) -> None:
+    trainer = rank.start(rank.trainer(model))
+    train(trainer, 0)
+    trainer.save(tmp_path / "checkpoint")
+    weights = checksum(trainer)
+    rank.stop(trainer)
+
+    again = rank.trainer(model)
+    again.load(tmp_path / "checkpoint")
+    again.acquire("bank")
+    again.release("bank")
+    rank.start(again)
+    found, steps = checksum(again), again.steps
+    rank.stop(again)
+
+    assert (found, steps) == (weights, 1)
+
+
 def test_a_checkpoint_of_another_stage_is_refused(rank: Rank, model: Path, tmp_path: Path) -> None:
     trainer = rank.start(rank.trainer(model, zero_stage=1))
     trainer.save(tmp_path / "checkpoint")

@@ -375,7 +375,7 @@ class ModelTrainer:
         return Reference(self._bank, self._name, lambda: list(weights_of(self._module)))
 
     def _barrier(self) -> None:
-        self.all_reduce(torch.zeros(1, device=self.device))
+        self.all_reduce(torch.zeros(1, device=self.device)).item()  # NCCL queues it, to read waits
 
     @contextmanager
     def _using(self, asked: str, bank: BankName = "live", *more: Resource) -> Iterator[ZeroEngine]:

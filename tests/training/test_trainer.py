@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,6 +325,18 @@ def test_a_start_that_was_undone_continues_from_the_checkpoint_when_it_is_made_a
     rank.stop(again)
 
     assert (found, steps) == (weights, 1)
+
+
+def test_a_barrier_waits_also_for_what_a_gpu_only_queues(
+    rank: Rank, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, waited = rank.trainer(model), list[bool]()
+    queued = SimpleNamespace(item=lambda: waited.append(True))
+    monkeypatch.setattr(trainer, "all_reduce", lambda _: queued)
+
+    trainer._barrier()
+
+    assert waited
 
 
 def test_a_checkpoint_of_another_stage_is_refused(rank: Rank, model: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.machine import write
 from fsm_trainer.training.routes import Replay
-from fsm_trainer.training.stepdump import BEFORE, TABLES
+from fsm_trainer.training.stepdump import BEFORE, TABLES, read
 
 # Nats from which on a difference is told: above what float32 rounds.
 TOLD = 1e-5
@@ -27,7 +27,9 @@ TOLD = 1e-5
 
 def gaps(dump: Path, dtype: torch.dtype) -> dict[str, Any]:
     """The figures of one dump."""
-    batch = torch.load(dump / TABLES)
+    batch, told = torch.load(dump / TABLES), read(dump)
+    if batch["routes"] is None:
+        raise SystemExit(f"{dump} has no routes: give a step of a run with routing_replay")
     tokens, mask = batch["tokens"], batch["loss_mask"][:, 1:] != 0
     # The engine had them in bfloat16.
     model = AutoModelForCausalLM.from_pretrained(dump / BEFORE, dtype=torch.bfloat16).to(dtype)
@@ -35,6 +37,7 @@ def gaps(dump: Path, dtype: torch.dtype) -> dict[str, Any]:
     for name, routes in (("replayed", batch["routes"]), ("free", None)):
         with torch.no_grad(), replay.taking(routes):
             logits = model(tokens, attention_mask=batch["attention_mask"]).logits.float()
+        logits = logits / told.algorithm["temperature"]
         ours = logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
         apart[name] = (ours - batch["engine_logprobs"][:, 1:]).abs()[mask]
     changed = (apart["replayed"] - apart["free"]).abs() > TOLD

@@ -117,7 +117,8 @@ def _groups(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The group of each row, the size of each group, and each reward less its group's mean.
 
-    In float64: what the mean of equal float32 rewards misses would be divided by itself.
+    In float64, where the mean of equal float32 rewards is what they are. In float32 it may miss
+    them by a rounding, and their spread is that rounding too: the quotient would be about 1.
     """
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     index = torch.tensor([numbers[group] for group in groups], device=rewards.device)

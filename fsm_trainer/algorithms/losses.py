@@ -9,7 +9,7 @@ import torch
 from fsm_trainer.algorithms.config import Ratio
 from fsm_trainer.algorithms.masked import keep
 
-# exp(20) = 5e8, where only a dual clip bounds it; float32 is inf at 88, and inf * 0 is NaN.
+# exp(20) = 5e8. Beyond 88 float32 has inf, and inf * 0 is NaN.
 _LOG_RATIO_LIMIT = 20.0
 
 

@@ -82,4 +82,4 @@ def _print(role: str, found: Replayed, out: Console) -> None:
     count = len(found.figures)
     same = count - sum(figure.differs or figure.untold for figure in found.figures)
     text = f"{role}: {same} of {count} figures are as they were, {found.exact} of them to the bit"
-    out.print(text, style="red" if found.wrong else "green")
+    out.print(text, style="red" if found.wrong else "yellow" if untold else "green")

@@ -10,8 +10,8 @@ from fsm_trainer.data.trajectory import Trajectory
 def informative(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Return those of groups whose rewards are not all equal, in the order given.
 
-    Where they are equal each is its group's mean, and GRPO and RLOO learn from its KL at most:
-    DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2.
+    Where they are equal each is its group's mean, so GRPO and RLOO see nothing better in it, and
+    nothing worse: DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """
     rewards: dict[str, set[float | None]] = {}
     for trajectory in trajectories:

@@ -125,11 +125,11 @@ class TrainingGroups:
         with self.guard(doing):
             try:
                 yield
+                told = self._exchange(doing, "done")
             except BaseException:
                 with suppress(RuntimeError):  # of a store that is gone: the others wait in vain
                     self._meeting.set(f"{doing}/{self.rank}", "failed")
                 raise
-            told = self._exchange(doing, "done")
         if told != {b"done"}:
             raise PeerLost(
                 f"rank {self.rank} of {self.link}: another rank failed in {doing} (epoch "

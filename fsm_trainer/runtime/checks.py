@@ -168,11 +168,8 @@ class Checks:
             name = algorithm.name.upper()
             problem = f"{name} compares the trajectories of a prompt, so it needs at least 2"
             raise self.fail("rollout.copies", problem, "Set rollout.copies: 8.")
-        if rollout.filter_rounds and rollout.copies < 2:
-            problem = "a group of one trajectory has equal rewards: all would be dropped"
-            raise self.fail("rollout.filter_rounds", problem, "Set rollout.copies: 8, or write 0.")
         if rollout.filter_rounds and not isinstance(algorithm, GRPOConfig | RLOOConfig):
-            problem = f"{algorithm.name.upper()} learns from groups of equal rewards too"
+            problem = f"algorithm {algorithm.name} learns from groups of equal rewards too"
             raise self.fail("rollout.filter_rounds", problem, "Write 0, or take grpo or rloo.")
         total = rollout.prompts * rollout.copies
         parts = {"algorithm.minibatches": algorithm.minibatches, "rollout.workers": rollout.workers}
@@ -270,10 +267,10 @@ class Checks:
             role.ranks * role.bank_bytes(count, role.ranks, n) for role, n in to_host.values()
         )
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if CONTAINER.is_file() and (limit := CONTAINER.read_text().strip()) != "max":
+        if CONTAINER.is_file() and (limit := CONTAINER.read_text().strip()).isdigit():
             have = min(have, int(limit))
         if need > have:
-            problem = f"sleepers need {need:,} bytes of host memory, and this machine has {have:,}"
+            problem = f"sleepers need {need:,} bytes of host memory, and there are {have:,}"
             remedy = "Write disk, raise zero_stage with more ranks, or take a smaller model."
             raise self.fail(f"{next(iter(to_host))}.offload.target", problem, remedy)
 

@@ -64,7 +64,7 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True):
     filter_rounds: int = Field(default=0, ge=0)
     """At 0 every group is trained on. Else groups whose rewards are all equal are dropped, and as
     many prompts drawn in their place, in at most so many rounds with the first (DAPO's dynamic
-    sampling); a step that is still short trains on what it has."""
+    sampling); a step that is still short trains on what it has. Of grpo and rloo."""
     max_new_tokens: int = Field(default=64, ge=1)
     """The most tokens that the policy adds in one turn."""
     generate: str = Field(

@@ -26,7 +26,7 @@ from fsm_trainer.machine.names import Role
 from fsm_trainer.machine.world import World
 from fsm_trainer.runtime.checkpoints import Checkpoints
 from fsm_trainer.runtime.cluster import Cluster, Recipe
-from fsm_trainer.runtime.config import RoleConfig, Run
+from fsm_trainer.runtime.config import Only, RoleConfig, Run
 from fsm_trainer.runtime.driver import Driver
 from fsm_trainer.runtime.driver import Progress as StepProgress
 from fsm_trainer.runtime.journal import Journal, read_journal
@@ -75,7 +75,10 @@ class _Launch:
         self.checkpoints = Checkpoints(folder / "checkpoints", run.config.checkpoint.keep)
         self.resume, self.position = resume, self.checkpoints.latest() if resume else None
         if resume and self.position is None:
-            log.warning("no checkpoint was complete yet, the run begins again")
+            if run.only is Only.ROLLOUT:
+                problem = "a run that only generates has no checkpoints"
+                raise ConfigError(f"--resume {folder}: {problem}. Start it again in another folder")
+            log.warning("no checkpoint is complete, the run begins again with step 1")
         if self.position is not None and run.dump_step in range(1, self.position.step + 1):
             raise ConfigError(
                 f"--dump-step {run.dump_step}: the run goes on after step {self.position.step}. "

@@ -49,7 +49,8 @@ class OffloadConfig(BaseModel, extra="forbid", frozen=True):
     ``offload_states``, DeepSpeed's, at ZeRO 1 and 2; ``memory_saver``, that of the package
     torch_memory_saver, not colocated."""
     tight: bool = False
-    """Free the copies while the trainer is awake: less memory, and each sleep pins it anew."""
+    """Free the copies when the trainer wakes: less memory, and each sleep pins it anew. (The actor
+    keeps one of its reference, and once it has looked at that one of its weights.)"""
     groups: GroupPolicy = "auto"
     """What a sleeper's process groups become: ``destroy`` ends them, ``suspend`` has NCCL (2.29.7
     or newer) keep them without their memory, ``auto`` suspends those of one rank, if NCCL can."""

@@ -127,7 +127,7 @@ class Bank:
 
     ``sleep`` / ``wake`` move storages out and in; ``keep`` / ``load`` copy without freeing, for a
     second set of weights that shares the device memory of the first. Contents are bit-equal. A
-    ``tight`` one has a copy of what sleeps only: less host memory, and each sleep pins anew.
+    ``tight`` one has no copy of what woke: less host memory, and each sleep pins anew.
     """
 
     def __init__(self, target: Target, scratch: Path, prefix: str, tight: bool = False) -> None:
@@ -181,15 +181,13 @@ class Bank:
                 "storages, size by size"
             )
         self._copies[name].read(storages)
-        if self._tight and name == "weights":  # the live ones, which are awake
-            self._copies.pop(name).close()
 
     def close(self) -> None:
         """Forget every copy, and delete its file; those of a process that ended too."""
         for copy in self._copies.values():
             copy.close()
         for left in self._scratch.glob(f"{self._prefix}.*.bank"):
-            left.unlink()
+            left.unlink(missing_ok=True)
         self._copies.clear()
         self._asleep.clear()
         self._sizes.clear()

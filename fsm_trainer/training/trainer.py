@@ -74,15 +74,12 @@ class ModelTrainer:
         self.micro_batch, self.micro_batch_tokens = config.micro_batch, config.micro_batch_tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.held, self.steps = set[str](), 0
-        self._head, self._config, self._warmed_up = head, config, warmed_up
-        self._source = model_dir
+        self._head, self._config, self._source, self._warmed_up = head, config, model_dir, warmed_up
         self._name, self._seed = f"{role}-{rank}", derive(seed, role, rank)
         self._planned = self._configured = config.learning_rate, config.schedule, total_steps
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        suspends = suspended(config.offload.groups, backend, world_size, self._name)
-        self._groups = TrainingGroups(
-            store, role, rank, world_size, config.timeout, backend, suspends
-        )
+        kept = suspended(config.offload.groups, backend, world_size, self._name)
+        self._groups = TrainingGroups(store, role, rank, world_size, config.timeout, backend, kept)
         self._target = config.offload.on(self.device.type)
         kind = BANKS.get(self._target, Bank)
         self._bank = kind(self._target, scratch, self._name, config.offload.tight)
@@ -120,19 +117,21 @@ class ModelTrainer:
             self._forget()
         elif resource == "train_groups":
             self._groups.close()
-        elif self._engine is None:  # its start was undone, and may have changed the module
-            self._module = self._replay = None
+        elif self._engine is None:
+            if resource == "weights":  # the start was undone, and may have changed the module
+                self._module = self._replay = None
+                self._drop()
         else:
             self._engine.drop_gradients()
             if resource == "weights":
                 self._reference.show("live")
                 self._bank.sleep("weights", weights_of(self._module))
-                if self.device.type == "cuda" and self._target != "exit":
-                    self._meter.check(self._settled, self._bank.hollow)
             else:
                 if self._target == "exit":
                     self._leave(self._engine)
                 self._bank.sleep("optimizer", self._engine.optimizer())
+        if resource == "weights" and self.device.type == "cuda" and self._target != "exit":
+            self._meter.check(self._settled, self._bank.hollow)
         self.held.discard(resource)
 
     def _wake_weights(self) -> None:
@@ -159,10 +158,7 @@ class ModelTrainer:
                     vocabulary = self._module.get_input_embeddings().num_embeddings
                     packing.check(self._engine.hidden, vocabulary, self.device)
         except BaseException:
-            if self._engine is not None:
-                self._engine.destroy()
-            self._engine = self._bank.engine = None
-            self._groups.forget()
+            self._drop()
             raise
 
     def _started(self) -> ZeroEngine:
@@ -188,20 +184,27 @@ class ModelTrainer:
         weights = [bytes_of(each).to("cpu", copy=True) for each in weights_of(self._module)]
         checkpoint.write(self._left, self.rank, self._shard(engine, weights))
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
+        """Forget the engine and its groups, and give back what nobody refers to."""
         with self._bank.region():
-            if self._engine is not None:
-                self._engine.destroy()
-            self._engine = self._bank.engine = None
-            self._module = self._replay = None
-            self._groups.forget()
-            gc.collect()  # the engine and its hooks refer to each other
+            try:
+                if self._engine is not None:
+                    self._engine.destroy()
+            finally:
+                self._engine = self._bank.engine = None
+                self._groups.forget()
+                gc.collect()  # the engine and its hooks refer to each other
+                torch.cuda.empty_cache()  # without CUDA, nothing
+        trim()
+
+    def _forget(self) -> None:
+        self._module = self._replay = None
+        self._drop()
         self._returned = False
         shutil.rmtree(self._left, ignore_errors=True)
         self._bank.close()
         self._reference, self.steps = self._no_reference(), 0
         self.held.clear()
-        trim()
 
     # The model port
 
@@ -287,8 +290,6 @@ class ModelTrainer:
         total = total if total_steps is None else total_steps
         self.steps, self._planned = 0, (rate, schedule or usual, total)
 
-    # The reference
-
     @property
     def has_reference(self) -> bool:
         """Whether there is a reference: taken here, or come with a checkpoint."""
@@ -299,7 +300,7 @@ class ModelTrainer:
         with self._using("snapshot_reference"):
             self._reference.freeze()
 
-    # Weights for others
+    # Weights for others, and checkpoints
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and whole tensor of each parameter and persistent buffer, tied ones once.
@@ -319,8 +320,6 @@ class ModelTrainer:
             return 0
         return selfcheck.replicas(self, self.named_weights())
 
-    # Checkpoints
-
     def save(self, directory: Path) -> None:
         """Write weights, reference, optimizer and step; whole or not at all.
 
@@ -338,7 +337,7 @@ class ModelTrainer:
             pass
 
     def load(self, directory: Path) -> None:
-        """Continue from a :meth:`save`; before ``weights`` are acquired for the first time."""
+        """Continue from a :meth:`save`, at each start; before ``weights`` are first acquired."""
         if self._module is not None:
             self._refuse("load", "weights are loaded already", needs="release the bank first")
         models.check_folder(directory)
@@ -375,7 +374,8 @@ class ModelTrainer:
         return Reference(self._bank, self._name, lambda: list(weights_of(self._module)))
 
     def _barrier(self) -> None:
-        self.all_reduce(torch.zeros(1, device=self.device)).item()  # NCCL queues it, to read waits
+        with self._groups.guard("barrier"):
+            self.all_reduce(torch.zeros(1, device=self.device)).item()  # NCCL queues; to read waits
 
     @contextmanager
     def _using(self, asked: str, bank: BankName = "live", *more: Resource) -> Iterator[ZeroEngine]:

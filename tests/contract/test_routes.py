@@ -87,8 +87,8 @@ def test_the_routes_are_those_that_transformers_takes(recording: Bench, model: A
     same = np.concatenate(alike)
     assert len(same) > 600
     if recording.site.cuda:
-        # In bfloat16 other kernels round otherwise, and turn experts that are nearly alike. The
-        # pair of another token would be the same one time in 56.
+        # In bfloat16 other kernels round otherwise, and of two experts that are nearly alike take
+        # the other. The pair of another token would be the same one time in 56.
         assert same.mean() > 0.9
     else:
         assert same.all(), asked[next(n for n, one in enumerate(alike) if not one.all())].id

@@ -325,8 +325,7 @@ def test_the_kl_in_the_reward_chooses_the_schedule_in_which_the_actor_scores(fol
     [
         (["algorithm.kl_in=reward", "schedule=disaggregated_critic"], "nobody scores before"),
         (["schedule=disaggregated_critic_score"], "the actor scores before the critic"),
-        (["rollout.filter_rounds=2"], r"rollout\.filter_rounds: a group of one .*copies: 8"),
-        (["rollout.filter_rounds=2", "rollout.copies=2"], r"PPO learns from .* equal rewards too"),
+        (["rollout.filter_rounds=2"], r"rollout\.filter_rounds: algorithm ppo learns from .* too"),
         (["algorithm={name: rloo}"], r"rollout\.copies: RLOO compares .*copies: 8"),
     ],
 )
@@ -393,7 +392,9 @@ def huge_model(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
 
 
-def test_sleepers_that_cannot_fit_into_host_memory_are_refused(folder: Path) -> None:
+def test_sleepers_that_cannot_fit_into_host_memory_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     huge_model(folder / "huge")
     model = ["--set", "model={path: huge}"]
     to_host = [f"{role}.offload.target=host" for role in ("actor", "critic")]
@@ -403,6 +404,10 @@ def test_sleepers_that_cannot_fit_into_host_memory_are_refused(folder: Path) -> 
     # Actor: weights, reference and two moments of 4 bytes a number; critic: without a reference.
     assert f"need {(16 + 12) * 10**12:,} bytes of host memory" in said
     assert "actor.offload.target" in said
+    limit = folder / "memory.max"
+    limit.write_text("4096\n")
+    monkeypatch.setattr("fsm_trainer.runtime.checks.CONTAINER", limit)
+    assert "there are 4,096" in run(folder, GOOD, *model, "--set", to_host[0]).stderr
     elsewhere = run(folder, GOOD, *model, "--set", "actor.offload.target=disk", "--set", to_host[1])
     assert "critic.offload.target" in elsewhere.stderr and "actor.off" not in elsewhere.stderr
     (folder / "run.yaml").write_text(GOOD)
@@ -582,15 +587,20 @@ def test_a_wrong_folder(folder: Path, name: str) -> None:
     assert message in result.stderr
 
 
-def test_a_folder_with_a_run_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # the real launch refuses before it starts anything
+def test_a_folder_with_a_run_is_not_written_and_one_without_checkpoints_not_resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the real launch refuses both before it starts anything
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
     (folder / "out").mkdir()
     (folder / "out" / "journal.jsonl").write_text("")
+    (folder / "out" / "config.yaml").write_text(GOOD.replace("path: train", "path: ../train"))
     taken = run(folder, GOOD)
-    assert taken.exit_code == 2
+    resumed = CliRunner().invoke(app, ["run", "--resume", "out", "--rollout-only"])
+    assert (taken.exit_code, resumed.exit_code) == (2, 2)
     assert "a run stands there already" in taken.stderr
+    assert "a run that only generates has no checkpoints" in resumed.stderr
 
 
 def test_nothing_heavy_is_imported_and_no_process_started_for_a_mistake(folder: Path) -> None:

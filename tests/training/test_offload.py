@@ -13,7 +13,6 @@ from fsm_trainer.machine.errors import ActionFailed, SelfCheckFailed
 from fsm_trainer.training.config import ScheduleConfig, Target
 from fsm_trainer.training.models import replacing
 from fsm_trainer.training.offload import Bank, StatesBank, fingerprint, storages_under
-from fsm_trainer.training.reference import Reference
 
 
 @pytest.mark.parametrize("target", ["disk", "host"])
@@ -73,17 +72,6 @@ def test_a_tight_bank_has_no_copy_of_what_is_awake(tmp_path: Path, target: Targe
         bank.wake("weights")
         assert torch.equal(tensor, torch.arange(1000))
         assert not bank._copies and list(tmp_path.iterdir()) == []
-
-
-def test_a_tight_bank_has_no_copy_of_the_weights_that_a_reference_made_room_for(
-    tmp_path: Path,
-) -> None:
-    bank, tensor = Bank("host", tmp_path, "actor-0", tight=True), torch.arange(1000)
-    reference = Reference(bank, "actor-0", lambda: list(storages_under([tensor])))
-    reference.freeze()
-    for shown in ("reference", "live"):
-        reference.show(shown)
-    assert list(bank._copies) == ["reference"]
 
 
 def test_the_files_of_a_process_that_ended_asleep_go_with_the_bank_of_the_next(

@@ -157,6 +157,7 @@ class TrainingGroups:
     def forget(self) -> None:
         """Destroy, and drop what DeepSpeed still keeps of these groups; the engine is dead then."""
         self._destroy()
+        self._meeting = None
         self._made.clear()
         if _backend is not None and _backend.groups is self:
             _forget_references()

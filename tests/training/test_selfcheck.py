@@ -324,6 +324,15 @@ def test_the_likeliest_cause_is_the_one_that_the_numbers_speak_for(
     assert cause in selfcheck.causes(traits, MASK, ours, theirs, entropy)[0]
 
 
+def test_log_probs_that_are_all_the_same_are_no_sign_of_torn_weights() -> None:
+    ours = torch.full((1, 4), -2.0)
+    theirs = ours + torch.tensor([0.0, 1e-3, 0.0, 2e-3])
+
+    found = selfcheck.causes(FLOAT32, torch.ones(1, 4), ours, theirs, torch.ones(1, 4))
+
+    assert found.index("torn weights") > found.index("another temperature")
+
+
 def test_zeroed_weights_are_told_as_torn_and_routes_only_where_there_are_experts(
     forward: Callable[..., Any],
 ) -> None:

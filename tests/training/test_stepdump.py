@@ -249,6 +249,19 @@ def test_an_update_that_a_check_stopped_is_stopped_again_for_the_same_reason(
     assert "the first step's actor is not its reference" in found.stopped
 
 
+def test_an_update_that_stops_here_alone_is_not_said_to_stop_again(
+    step: Path, tmp_path: Path
+) -> None:
+    folder = copied(step / "actor", tmp_path)
+    told = json.loads((folder / TOLD).read_text())
+    (folder / TOLD).write_text(json.dumps(told | {"first": True}))
+
+    result = CliRunner().invoke(app, ["replay-step", str(tmp_path)])
+
+    assert result.exit_code == 1
+    assert "actor: stopped, which it did not in the run: " in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("was", "now", "allowed", "differs", "untold"),
     [

@@ -3,9 +3,9 @@
     fsm-train run examples/moe.yaml --dump-step 60 --set rollout.engine.kind=sglang ...
     python -m benchmarks.route_replay RUN/dump/step-000060 ... --result FILE
 
-For each dumped step, on the CPU: how far the log-probabilities of the weights as the engine had
-them are from the engine's, in nats a token, computed in float32 and in bfloat16; and the sum of it
-over the tokens whose log-probability the routes change.
+For each step that was dumped beside a bfloat16 engine, on the CPU: how far the log-probabilities of
+the weights as the engine had them are from the engine's, in nats a token, computed in float32 and
+in bfloat16; and the sum of it over the tokens whose log-probability the routes change.
 """
 
 from __future__ import annotations

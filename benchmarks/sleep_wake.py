@@ -94,6 +94,7 @@ def one_rank(
     import torch
 
     from fsm_trainer.groups.backend import can_suspend
+    from fsm_trainer.training.checkpoint import Origin
     from fsm_trainer.training.config import OffloadConfig, TrainerConfig
     from fsm_trainer.training.device import process_bytes
     from fsm_trainer.training.offload import bytes_of, fingerprint
@@ -104,7 +105,7 @@ def one_rank(
     config = TrainerConfig(dtype="bfloat16", zero_stage=1, offload=OffloadConfig(target=target))
     with tempfile.TemporaryDirectory() as scratch:
         trainer = ModelTrainer(
-            "policy", model, config, rank=rank, world_size=ranks, store=store,
+            "policy", Origin(model), config, rank=rank, world_size=ranks, store=store,
             role=f"actor/{target}", scratch=Path(scratch), seed=0, total_steps=1,
         )  # fmt: skip
         epochs = iter(range(1, 1000))

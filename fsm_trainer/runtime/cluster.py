@@ -60,9 +60,11 @@ class _Process:
         self._class = resolve_name(host)
         self._host: Any = None
 
-    def setup(self, arguments: Mapping[str, Any]) -> tuple[str, int]:
-        self._host = self._class(**arguments)
+    def where(self) -> tuple[str, int]:
         return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def setup(self, arguments: Mapping[str, Any]) -> None:
+        self._host = self._class(**arguments)
 
     def call(self, method: str, *arguments: Any) -> Any:
         # Ray resolves references only where they are arguments of their own.
@@ -96,16 +98,20 @@ class Cluster:
         if config.address is None:
             # Ray's sockets live in there, and a socket's path is limited to 107 bytes.
             self._folder = tempfile.mkdtemp(prefix="fsm-ray-")
-            ray.init(
-                address="local",
-                num_cpus=int(cpus),
-                num_gpus=config.gpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                _temp_dir=self._folder,
-                object_store_memory=OBJECT_STORE_BYTES,
-            )
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=int(cpus),
+                    num_gpus=config.gpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    _temp_dir=self._folder,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                )
+            except BaseException:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                raise
         else:
             ray.init(address=config.address, log_to_driver=False, configure_logging=False)
         remote: Any = ray.remote
@@ -143,11 +149,15 @@ class Cluster:
         self._handles[recipe.name] = _Handle(actor)
 
     async def setup(self, recipe: Recipe, seconds: float) -> None:
-        """Make a process's host and wait until it can be called."""
+        """Make a process's host and wait until it can be called; its imports have ``seconds`` too.
+
+        Its pid is asked for first: a host that is never done must still be seen dead.
+        """
         handle = self._handles[recipe.name]
-        made = handle.actor.setup.remote(recipe.arguments)
-        node, pid = await self._await(recipe.name, made, seconds)
+        node, pid = await self._await(recipe.name, handle.actor.where.remote(), seconds)
         handle.pid = pid if node == ray.get_runtime_context().get_node_id() else None
+        made = handle.actor.setup.remote(recipe.arguments)
+        await self._await(recipe.name, made, seconds)
         log.debug("a process is up", worker=recipe.name, pid=pid)
 
     async def call(

@@ -7,6 +7,7 @@ and is bit-equal. No random state is kept: every stream of a step is derived fro
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from fsm_trainer.machine.errors import ConfigError
+from fsm_trainer.training.models import check_folder
 
 # Raise it when the contents change their meaning; an older format is refused, not guessed at.
 FORMAT = 3
@@ -31,12 +33,40 @@ class Shard(TypedDict):
     """The reference's storages as bytes; empty without one."""
     weights: list[torch.Tensor]
     """The weights' storages as bytes; empty where they stand in a model folder."""
+    fingerprint: str
+    """Of weights, masters, moments and the reference, where the weights stand here."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a rank begins from."""
+
+    model: Path
+    """A Hugging Face folder; its tokenizer goes into every folder that is written."""
+    warmed_up: Path | None = None
+    """Once this folder is there, it is the model."""
+    checkpoint: Path | None = None
+    """Where to go on from, instead of beginning with the model."""
+    returned: bool = False
+    """Whether an earlier process of this rank left something newer than all of these."""
+
+    @property
+    def weights(self) -> Path:
+        """The model folder to load."""
+        return self.checkpoint or self.model
+
+    def settled(self) -> Origin:
+        """As it stands now; raises ConfigError where there is no model."""
+        warm = self.warmed_up if self.warmed_up is not None and self.warmed_up.is_dir() else None
+        now = replace(self, model=warm or self.model)
+        check_folder(now.weights)
+        return now
 
 
 def write(directory: Path, rank: int, shard: Shard) -> None:
     """Write one rank's shard into the folder that becomes the checkpoint."""
     file = path(directory, rank)
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(shard, file)
 
 

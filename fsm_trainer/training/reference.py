@@ -30,6 +30,11 @@ class Reference:
         """Whether there is a reference."""
         return "reference" in self._prints
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the reference; empty without one."""
+        return self._prints.get("reference", "")
+
     def freeze(self) -> None:
         """Make a copy of the live weights the reference."""
         self.show("live")

@@ -192,7 +192,7 @@ def _trainer(folder: Path, told: Told) -> Iterator[ModelTrainer]:
             before = checkpoint.joined(before, stage, told.ranks, joined)
         trainer = ModelTrainer(
             "policy" if told.role == "actor" else "value",
-            before,
+            checkpoint.Origin(before, checkpoint=before),
             told.trainer.model_copy(update={"offload": OffloadConfig()}),
             rank=0,
             world_size=1,
@@ -202,7 +202,6 @@ def _trainer(folder: Path, told: Told) -> Iterator[ModelTrainer]:
             seed=0,
             total_steps=told.total_steps,
         )
-        trainer.load(before)
         for resource in RESOURCES:
             trainer.acquire(resource, epoch=1)
             held.callback(trainer.release, resource)

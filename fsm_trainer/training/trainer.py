@@ -16,8 +16,9 @@ from __future__ import annotations
 import gc
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
@@ -31,9 +32,10 @@ from fsm_trainer.groups.training import TrainingGroups, suspended
 from fsm_trainer.machine.errors import Refused, SelfCheckFailed
 from fsm_trainer.training import checkpoint, models, packing, selfcheck
 from fsm_trainer.training.batch import Batch
+from fsm_trainer.training.checkpoint import Origin
 from fsm_trainer.training.config import ScheduleConfig, TrainerConfig
 from fsm_trainer.training.device import Meter, process_bytes
-from fsm_trainer.training.offload import BANKS, Bank, bytes_of, trim
+from fsm_trainer.training.offload import BANKS, Bank, trim
 from fsm_trainer.training.packing import Layout
 from fsm_trainer.training.port import Bank as BankName
 from fsm_trainer.training.port import Scores, Traits
@@ -49,8 +51,8 @@ RESOURCES: tuple[Resource, ...] = get_args(Resource)
 class ModelTrainer:
     """One rank's model and AdamW in DeepSpeed; implements ``ModelPort``.
 
-    ``total_steps`` are the optimizer steps of the whole run. Once there is a folder ``warmed_up``,
-    a start takes it in the place of ``model_dir``. All methods raise
+    ``origin`` is what each start begins from, ``total_steps`` the optimizer steps of the whole run.
+    All methods raise
     :class:`~fsm_trainer.machine.errors.Refused` when a resource that they need isn't held, and
     :class:`~fsm_trainer.machine.errors.PeerLost` when another rank is gone.
     """
@@ -58,7 +60,7 @@ class ModelTrainer:
     def __init__(
         self,
         head: models.Head,
-        model_dir: Path,
+        origin: Origin,
         config: TrainerConfig,
         *,
         rank: int,
@@ -68,13 +70,13 @@ class ModelTrainer:
         scratch: Path,
         seed: int,
         total_steps: int,
-        warmed_up: Path | None = None,
     ) -> None:
         self.rank, self.world_size, self.packing = rank, world_size, config.packing
         self.micro_batch, self.micro_batch_tokens = config.micro_batch, config.micro_batch_tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.held, self.steps = set[str](), 0
-        self._head, self._config, self._source, self._warmed_up = head, config, model_dir, warmed_up
+        self._head, self._config = head, config
+        self._origin, self._left = origin, scratch / "left"
         self._name, self._seed = f"{role}-{rank}", derive(seed, role, rank)
         self._planned = self._configured = config.learning_rate, config.schedule, total_steps
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -84,8 +86,6 @@ class ModelTrainer:
         kind = BANKS.get(self._target, Bank)
         self._bank = kind(self._target, scratch, self._name, config.offload.tight)
         self._meter, self._settled = Meter(self._name, self.device, process_bytes), False
-        self._checkpoint: Path | None = None
-        self._left, self._returned = scratch / "left", False
         self._module: Any = None
         self._replay: Any = None
         self._engine: ZeroEngine | None = None
@@ -99,9 +99,7 @@ class ModelTrainer:
             self._refuse(f"acquire {resource}", f"{resource} is held", needs="release it first")
         self._need(f"acquire {resource}", *RESOURCES[: RESOURCES.index(resource)])
         if resource == "bank":
-            if self._warmed_up is not None and self._warmed_up.is_dir():
-                self._source = self._warmed_up
-            models.check_folder(self._checkpoint or self._source)
+            self._origin = self._origin.settled()
         elif resource == "weights":
             self._wake_weights()
         elif resource == "train_groups":
@@ -139,9 +137,10 @@ class ModelTrainer:
             self._bank.wake("weights")
             return
         torch.manual_seed(self._seed)
-        folder, config = self._checkpoint or self._source, self._config
+        config = self._config
         with self._bank.region():
-            self._module = module = models.load(self._head, folder, config.dtype).to(self.device)
+            module = models.load(self._head, self._origin.weights, config.dtype).to(self.device)
+        self._module = module
         self._replay = Replay(module)
         if config.activation_checkpointing:
             again = {"use_reentrant": False, "context_fn": self._replay.contexts}
@@ -165,24 +164,28 @@ class ModelTrainer:
         """A new engine, which stands where a checkpoint or a sleeper that ended left it."""
         with self._bank.region():
             engine = ZeroEngine(self._module, self._config)
-            folder = self._left if self._returned else self._checkpoint
+            folder = self._left if self._origin.returned else self._origin.checkpoint
             if folder is None:
                 return engine
             shard = checkpoint.read(folder, self.rank, self._config.zero_stage, self.world_size)
-            if self._returned:
-                for storage, data in zip(weights_of(self._module), shard["weights"], strict=True):
-                    bytes_of(storage).copy_(data)
-            engine.restore(shard["optimizer"])
-        self.steps = shard["steps"]
+            engine.restore(shard["optimizer"], shard["weights"])
         self._reference.adopt(shard["reference"])
+        if shard["weights"] and (found := self._fingerprint(engine)) != shard["fingerprint"]:
+            raise SelfCheckFailed(
+                f"{self._name} came back with checksum {found}, it had left with "
+                f"{shard['fingerprint']}. Memory or disk is damaged, or something wrote to the file"
+            )
+        self.steps = shard["steps"]
         return engine
 
     def _leave(self, engine: ZeroEngine) -> None:
-        """Write what another process continues from; this one may still go on."""
+        """Write what another process continues from."""
         self._reference.show("live")
-        self._left.mkdir(parents=True, exist_ok=True)
-        weights = [bytes_of(each).to("cpu", copy=True) for each in weights_of(self._module)]
-        checkpoint.write(self._left, self.rank, self._shard(engine, weights))
+        shard = self._shard(engine, engine.weights(), self._fingerprint(engine))
+        checkpoint.write(self._left, self.rank, shard)
+
+    def _fingerprint(self, engine: ZeroEngine) -> str:
+        return f"{engine.fingerprint()} {self._reference.fingerprint}"
 
     def _drop(self) -> None:
         """Forget the engine and its groups, and give back what nobody refers to."""
@@ -200,7 +203,7 @@ class ModelTrainer:
     def _forget(self) -> None:
         self._module = self._replay = None
         self._drop()
-        self._returned = False
+        self._origin = replace(self._origin, returned=False)
         shutil.rmtree(self._left, ignore_errors=True)
         self._bank.close()
         self._reference, self.steps = self._no_reference(), 0
@@ -323,11 +326,11 @@ class ModelTrainer:
     def save(self, directory: Path) -> None:
         """Write weights, reference, optimizer and step; whole or not at all.
 
-        ``directory`` becomes a model folder that transformers loads, with what :meth:`load` needs
-        beside. All ranks call it together.
+        ``directory`` becomes a model folder that transformers loads, with what a checkpoint to
+        begin from needs beside. All ranks call it together.
         """
         with self._using("save", "live", "optimizer") as engine:
-            shard = self._shard(engine, [])
+            shard = self._shard(engine)
         with self._replacing(directory) as folder:
             checkpoint.write(folder, self.rank, shard)
 
@@ -336,18 +339,9 @@ class ModelTrainer:
         with self._replacing(directory):
             pass
 
-    def load(self, directory: Path) -> None:
-        """Continue from a :meth:`save`, at each start; before ``weights`` are first acquired."""
-        if self._module is not None:
-            self._refuse("load", "weights are loaded already", needs="release the bank first")
-        models.check_folder(directory)
-        self._checkpoint = directory
-
-    def take_up(self) -> None:
-        """Continue from what ``offload.target: exit`` left of a process; before the weights."""
-        self._returned = True
-
-    def _shard(self, engine: ZeroEngine, weights: list[torch.Tensor]) -> checkpoint.Shard:
+    def _shard(
+        self, engine: ZeroEngine, weights: Sequence[torch.Tensor] = (), fingerprint: str = ""
+    ) -> checkpoint.Shard:
         return checkpoint.Shard(
             format=checkpoint.FORMAT,
             zero_stage=self._config.zero_stage,
@@ -355,7 +349,8 @@ class ModelTrainer:
             steps=self.steps,
             optimizer=engine.state(),
             reference=self._reference.to_bytes(),
-            weights=weights,
+            weights=list(weights),
+            fingerprint=fingerprint,
         )
 
     @contextmanager
@@ -365,7 +360,7 @@ class ModelTrainer:
         weights = {name: t.cpu().clone() for name, t in self.named_weights() if leads}  # all gather
         with models.replacing(directory, leads, self._barrier) as folder:
             if leads:
-                models.save(self._module, weights, folder, self._source)
+                models.save(self._module, weights, folder, self._origin.model)
             yield folder
 
     # What everything above asks first

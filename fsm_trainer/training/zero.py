@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fsm_trainer.groups.training import install
 from fsm_trainer.training.config import TrainerConfig
-from fsm_trainer.training.offload import storages_under
+from fsm_trainer.training.offload import bytes_of, fingerprint, storages_under
 
 # Elements per collective. DeepSpeed's own 5e8 would hold gigabytes for models of any size.
 _BUCKET = 50_000_000
@@ -155,8 +155,23 @@ class ZeroEngine:
             for master in self._masters()
         ]
 
-    def restore(self, state: list[dict[str, torch.Tensor]]) -> None:
-        """Take up a :meth:`state`; the weights must be those that were saved with it."""
+    def weights(self) -> list[torch.Tensor]:
+        """What the storages of this rank's weights hold, as uint8 tensors on the CPU."""
+        return [bytes_of(storage).to("cpu", copy=True) for storage in weights_of(self.module)]
+
+    def fingerprint(self) -> str:
+        """Of this rank's weights, masters and moments."""
+        weights = (bytes_of(storage) for storage in weights_of(self.module))
+        state = (part[name] for part in self.state() for name in sorted(part))
+        return fingerprint((*weights, *state))
+
+    def restore(
+        self, state: list[dict[str, torch.Tensor]], weights: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Take up a :meth:`state`, and the weights of then unless the model has them already."""
+        if weights:
+            for storage, data in zip(weights_of(self.module), weights, strict=True):
+                bytes_of(storage).copy_(data)
         for master, saved in zip(self._masters(), state, strict=True):
             with torch.no_grad():
                 master.copy_(saved["master"])

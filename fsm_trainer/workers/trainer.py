@@ -27,6 +27,7 @@ from fsm_trainer.sync.push import Sender
 from fsm_trainer.sync.values import receive_values, send_values
 from fsm_trainer.training import selfcheck
 from fsm_trainer.training.batch import Batch, collate
+from fsm_trainer.training.checkpoint import Origin
 from fsm_trainer.training.config import ChecksConfig, ScheduleConfig, TrainerConfig
 from fsm_trainer.training.ppo import (
     Advantages,
@@ -72,7 +73,7 @@ class TrainerHost(Host):
         self.config, self.total_steps, self.threads = config, total_steps, threads
         self.trainer = ModelTrainer(
             self.head,
-            model,
+            Origin(model, warmed_up, checkpoint, returned),
             config,
             rank=place.rank,
             world_size=place.ranks,
@@ -81,12 +82,7 @@ class TrainerHost(Host):
             scratch=place.scratch,
             seed=seed,
             total_steps=total_steps,
-            warmed_up=warmed_up,
         )
-        if checkpoint is not None:
-            self.trainer.load(checkpoint)
-        if returned:
-            self.trainer.take_up()
         super().__init__(place)
 
     def resources(self) -> Mapping[str, Resource]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -665,6 +666,15 @@ def test_a_run_has_no_worker_for_a_role_of_ones_own(folder: Path) -> None:
         ConfigError, match="schedule: has reward_model: a run has workers for actor"
     ):
         load_config(folder / "run.yaml", ["schedule=rewarded"], states)
+
+
+def test_a_schedule_of_ones_own_has_every_action_of_a_step(folder: Path) -> None:
+    (folder / "run.yaml").write_text(GOOD)
+    states = shutil.copytree(Path(__file__).parents[2] / "states", folder / "states")
+    table = states / "schedules" / "disaggregated_critic.yaml"
+    table.write_text(table.read_text().replace("[rollout, value, policy", "[rollout, policy"))
+    with pytest.raises(ConfigError, match="has no phase in its lanes with action values"):
+        load_config(folder / "run.yaml", ["schedule=disaggregated_critic"], states)
 
 
 def test_a_mistake_is_a_config_error_for_who_embeds(folder: Path) -> None:

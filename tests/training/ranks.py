@@ -23,6 +23,7 @@ from fsm_trainer.groups.training import install
 from fsm_trainer.machine.errors import LeaseExpired, PeerLost, SelfCheckFailed
 from fsm_trainer.sync.checksums import checksums
 from fsm_trainer.training.batch import Batch
+from fsm_trainer.training.checkpoint import Origin
 from fsm_trainer.training.config import TrainerConfig
 from fsm_trainer.training.trainer import ModelTrainer
 from fsm_trainer.training.zero import weights_of
@@ -74,14 +75,16 @@ class Rank:
     def __init__(self, rank: int, world: int, store: Address, folder: Path) -> None:
         self.rank, self.world, self.store, self.folder = rank, world, store, folder
         self.epoch = 0
+        self.scratch = folder / f"scratch-{rank}"
         torch.set_num_threads(1)
 
-    def trainer(self, model: Path, head: Any = "policy", total_steps: int = 100,
+    def trainer(self, origin: Path | Origin, head: Any = "policy", total_steps: int = 100,
                 **config: Any) -> ModelTrainer:  # fmt: skip
+        origin = origin if isinstance(origin, Origin) else Origin(origin)
         return ModelTrainer(
-            head, model, TrainerConfig(**{"learning_rate": 1e-2, "timeout": 30.0, **config}),
+            head, origin, TrainerConfig(**{"learning_rate": 1e-2, "timeout": 30.0, **config}),
             rank=self.rank, world_size=self.world, store=self.store, role="actor",
-            scratch=self.folder / f"scratch-{self.rank}", seed=1, total_steps=total_steps,
+            scratch=self.scratch, seed=1, total_steps=total_steps,
         )  # fmt: skip
 
     def start(self, trainer: ModelTrainer) -> ModelTrainer:
@@ -151,8 +154,7 @@ def sleeping_changes_nothing(rank: Rank, stage: int, dtype: str = "float32") -> 
     result["slept"] = [losses, checksum(trainer)]
     rank.stop(trainer)
 
-    trainer = rank.trainer(model, zero_stage=stage, dtype=dtype)
-    trainer.load(checkpoint)
+    trainer = rank.trainer(Origin(model, checkpoint=checkpoint), zero_stage=stage, dtype=dtype)
     rank.start(trainer)
     train(trainer, STEPS - 1)
     result["resumed"] = checksum(trainer)
@@ -164,12 +166,11 @@ def sleeping_changes_nothing(rank: Rank, stage: int, dtype: str = "float32") -> 
     for step in range(STEPS - 1):
         train(trainer, step)
     rank.sleep(trainer)
-    left = trainer._left
+    left = rank.scratch / "left"
     kept = left.rename(left.with_name("kept"))  # a process that ends as it should deletes it
     trainer.release("bank")
     kept.rename(left)
-    trainer = rank.trainer(model, **exits)
-    trainer.take_up()
+    trainer = rank.trainer(Origin(model, returned=True), **exits)
     rank.start(trainer)
     train(trainer, STEPS - 1)
     result["returned"] = checksum(trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,8 @@ from fsm_trainer.algorithms.config import PPOConfig
 from fsm_trainer.groups.lease import registered_groups
 from fsm_trainer.groups.rendezvous import Address, Rendezvous
 from fsm_trainer.machine.errors import ConfigError, PeerLost, Refused, SelfCheckFailed
+from fsm_trainer.training.checkpoint import Origin
+from fsm_trainer.training.checkpoint import path as shard_path
 from fsm_trainer.training.config import OffloadConfig, ScheduleConfig, Verdict
 from fsm_trainer.training.port import ModelPort
 from fsm_trainer.training.ppo import actor_update
@@ -217,7 +219,7 @@ def test_a_bank_whose_bytes_changed_is_found_at_the_swap(
     trainer = rank.start(rank.trainer(model))
     trainer.snapshot_reference()
     train(trainer, 0)
-    batch, path = make_batch(5), rank.folder / "scratch-0" / f"actor-0.{name}.bank"
+    batch, path = make_batch(5), rank.scratch / f"actor-0.{name}.bank"
     with torch.no_grad():
         trainer.logprobs(batch, 1.0, bank="reference")
         trainer.logprobs(batch, 1.0) if name == "reference" else None
@@ -240,10 +242,10 @@ def test_a_reference_that_was_never_frozen_is_refused(rank: Rank, model: Path) -
 def test_a_resumed_trainer_has_its_schedule_and_its_reference(
     rank: Rank, model: Path, stage: int, tmp_path: Path
 ) -> None:
-    make: Callable[[], ModelTrainer] = lambda: rank.trainer(  # noqa: E731
-        model, zero_stage=stage, schedule=ScheduleConfig(shape="cosine")
-    )
-    trainer = rank.start(make())
+    def make(origin: Origin) -> ModelTrainer:
+        return rank.trainer(origin, zero_stage=stage, schedule=ScheduleConfig(shape="cosine"))
+
+    trainer = rank.start(make(Origin(model)))
     trainer.snapshot_reference()
     train(trainer, 0)
     trainer.save(tmp_path / "checkpoint")
@@ -254,8 +256,7 @@ def test_a_resumed_trainer_has_its_schedule_and_its_reference(
     straight = checksum(trainer)
     rank.stop(trainer)
 
-    resumed = make()
-    resumed.load(tmp_path / "checkpoint")
+    resumed = make(Origin(model, checkpoint=tmp_path / "checkpoint"))
     rank.start(resumed)
     steps = resumed.steps
     train(resumed, 1)
@@ -276,18 +277,40 @@ def test_a_trainer_whose_process_ended_asleep_has_its_reference(rank: Rank, mode
     reference = trainer.logprobs(batch, 1.0, bank="reference").logprobs.detach()
     assert not torch.equal(reference, trainer.logprobs(batch, 1.0).logprobs)
     rank.sleep(trainer)
-    left = trainer._left
+    left = rank.scratch / "left"
     kept = left.rename(left.with_name("kept"))  # a process that ends as it should deletes it
     trainer.release("bank")
     kept.rename(left)
 
-    trainer = rank.trainer(model, offload=OffloadConfig(target="exit"))
-    trainer.take_up()
+    returned = Origin(model, returned=True)
+    trainer = rank.trainer(returned, offload=OffloadConfig(target="exit"))
     rank.start(trainer)
 
     torch.testing.assert_close(
         trainer.logprobs(batch, 1.0, bank="reference").logprobs, reference, rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("part", ["weights", "reference", "optimizer"])
+def test_what_a_process_left_is_recognised_when_another_one_takes_it_up(
+    rank: Rank, model: Path, part: str
+) -> None:
+    trainer = rank.start(rank.trainer(model, offload=OffloadConfig(target="exit")))
+    trainer.snapshot_reference()
+    train(trainer, 0)
+    rank.sleep(trainer)
+    file = shard_path(rank.scratch / "left", 0)
+    shard = torch.load(file, weights_only=True)
+    found = shard[part][0]["exp_avg"] if part == "optimizer" else shard[part][0]
+    found.view(torch.uint8).view(-1)[5] ^= 1
+
+    trainer.release("bank")
+    file.parent.mkdir(parents=True)
+    torch.save(shard, file)
+    returned = Origin(model, returned=True)
+    trainer = rank.trainer(returned, offload=OffloadConfig(target="exit"))
+    with pytest.raises(SelfCheckFailed, match="actor-0 came back with checksum"):
+        rank.start(trainer)
 
 
 def test_a_checkpoint_is_a_folder_that_transformers_loads(rank: Rank, tmp_path: Path) -> None:
@@ -316,8 +339,7 @@ def test_a_start_that_was_undone_continues_from_the_checkpoint_when_it_is_made_a
     weights = checksum(trainer)
     rank.stop(trainer)
 
-    again = rank.trainer(model)
-    again.load(tmp_path / "checkpoint")
+    again = rank.trainer(Origin(model, checkpoint=tmp_path / "checkpoint"))
     again.acquire("bank")
     again.release("bank")
     rank.start(again)
@@ -343,8 +365,7 @@ def test_a_checkpoint_of_another_stage_is_refused(rank: Rank, model: Path, tmp_p
     trainer = rank.start(rank.trainer(model, zero_stage=1))
     trainer.save(tmp_path / "checkpoint")
     rank.stop(trainer)
-    other = rank.trainer(model, zero_stage=2)
-    other.load(tmp_path / "checkpoint")
+    other = rank.trainer(Origin(model, checkpoint=tmp_path / "checkpoint"), zero_stage=2)
     with pytest.raises(ConfigError, match="written with zero_stage 1, this run has 2"):
         rank.start(other)
     assert registered_groups() == ()
@@ -480,8 +501,6 @@ def test_what_is_not_held_is_refused_with_the_remedy(rank: Rank, model: Path) ->
     rank.sleep(trainer)
     with pytest.raises(Refused, match="Needs: acquire weights, train_groups"):
         trainer.logprobs(make_batch(1), 1.0)
-    with pytest.raises(Refused, match="weights are loaded already"):
-        trainer.load(model)
 
 
 def test_a_folder_without_a_model_is_refused_before_anything_loads(
@@ -507,12 +526,12 @@ def test_a_rank_that_never_comes_is_an_error_at_the_deadline(
 def test_releasing_the_bank_deletes_its_files(rank: Rank, model: Path) -> None:
     trainer = rank.start(rank.trainer(model))
     rank.sleep(trainer)
-    assert {path.name for path in (rank.folder / "scratch-0").iterdir()} == {
+    assert {path.name for path in rank.scratch.iterdir()} == {
         "actor-0.weights.bank",
         "actor-0.optimizer.bank",
     }
     trainer.release("bank")
-    assert list((rank.folder / "scratch-0").iterdir()) == []
+    assert list(rank.scratch.iterdir()) == []
 
 
 def test_configurations_are_plain_data() -> None:

@@ -1,0 +1,64 @@
+"""Processes in a real Ray: what is left of those that never come up."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from fsm_trainer.machine.errors import WorkerLost
+from fsm_trainer.runtime.cluster import Cluster, Recipe
+from fsm_trainer.runtime.config import ClusterConfig
+
+
+class Never:
+    """A host that is never done, and says who it is first."""
+
+    def __init__(self, file: Path) -> None:
+        file.write_text(str(psutil.Process().pid))
+        time.sleep(600)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with closing(Cluster(ClusterConfig(), [{"CPU": 1.0}], tmp_path)) as made:
+        yield made
+
+
+def test_a_process_whose_host_is_never_done_is_seen_dead(cluster: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    recipe = Recipe("never", f"{__name__}:Never", {"file": file}, bundle=0)
+
+    async def give_up() -> None:
+        await cluster.reserve(60)
+        cluster.start(recipe)
+        with pytest.raises(WorkerLost, match="never did not answer within 10 s"):
+            await cluster.setup(recipe, 10)
+        assert psutil.pid_exists(int(file.read_text()))
+        await cluster.kill("never", 10)
+
+    asyncio.run(give_up())
+    pid = int(file.read_text())
+    # Ray has yet to reap it.
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_ray_that_does_not_start_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**settings: object) -> None:
+        assert Path(str(settings["_temp_dir"])).is_dir()
+        raise ConnectionError("no Ray today")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ConnectionError):
+        Cluster(ClusterConfig(), [{"CPU": 1.0}], tmp_path)
+    assert list(tmp_path.iterdir()) == []

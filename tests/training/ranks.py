@@ -97,7 +97,7 @@ class Rank:
         for resource in ON_DEVICE:
             trainer.acquire(resource, epoch=self.epoch)  # type: ignore[arg-type]
         # As in a run: all ranks are awake before one goes on, possibly to sleep again.
-        trainer.all_reduce(torch.zeros(1))
+        trainer.all_reduce(torch.zeros(1, device=trainer.device))
 
     def sleep(self, trainer: ModelTrainer) -> None:
         for resource in reversed(ON_DEVICE):
@@ -110,7 +110,8 @@ class Rank:
 
 
 def policy_loss(trainer: ModelTrainer, step: int, micro: int, rank: int) -> torch.Tensor:
-    return -trainer.logprobs(make_batch(1000 * step + 10 * micro + rank), 1.0).logprobs.mean()
+    batch = make_batch(1000 * step + 10 * micro + rank).to(trainer.device)
+    return -trainer.logprobs(batch, 1.0).logprobs.mean()
 
 
 def checksum(trainer: ModelTrainer) -> dict[str, str]:

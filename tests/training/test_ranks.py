@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fsm_trainer.training import models
+from tests.training import orphaned
 from tests.training.ranks import CYCLES, DRIFTS, STEPS, make_batch, make_model, run_ranks
 
 STAGES = ("0", "1", "2", "3")
@@ -163,6 +164,15 @@ def test_suspended_groups_are_unusable_asleep_and_resumed_only_if_all_ranks_kept
         assert len(suspended["asleep"]) == 2 and "the training groups are closed" in str(suspended)
         assert suspended["same_group"] == [True, False]
         assert suspended["equal"]
+
+
+def test_a_rank_that_ends_asleep_does_not_hold_the_other_ones_suspended_groups(
+    tmp_path: Path,
+) -> None:
+    left, _ = run_ranks(2, tmp_path, "tests.training.orphaned")
+    assert left["kept"] and left["told"].startswith("rank 0 of train/actor waited 10 s for 2 ranks")
+    # The meeting's deadline, and as long again to end what is left.
+    assert left["seconds"] < 2 * orphaned.TIMEOUT and left["left"] == 0
 
 
 def test_nothing_was_compiled_at_run_time(results: list[dict[str, Any]], extensions: Path) -> None:

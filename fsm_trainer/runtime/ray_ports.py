@@ -230,9 +230,19 @@ class RayData:
 
 
 async def _together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Await all ranks, also after one has failed; a lost one counts before any other error."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    errors = [r for r in results if isinstance(r, BaseException)]
+    """Await all ranks, also after one has failed; but none that may wait for one that is lost.
+
+    NCCL tells nobody of a peer's death before the collective's deadline.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    todo, errors = set(tasks), list[BaseException]()
+    try:
+        while todo and not any(isinstance(error, WorkerLost) for error in errors):
+            _, todo = await asyncio.wait(todo, return_when=asyncio.FIRST_COMPLETED)
+            errors = [error for task in tasks if task.done() and (error := task.exception())]
+    finally:
+        for task in todo:
+            task.cancel()
     for error in sorted(errors, key=lambda e: not isinstance(e, WorkerLost)):
         raise error
-    return results
+    return [task.result() for task in tasks]

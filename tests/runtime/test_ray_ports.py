@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsm_trainer.machine.errors import DeadlineExceeded, WorkerLost
+from fsm_trainer.machine.errors import ActionFailed, DeadlineExceeded, WorkerLost
 from fsm_trainer.machine.lifecycle import Lifecycle
 from fsm_trainer.machine.names import State
 from fsm_trainer.machine.spec import load
@@ -128,6 +128,42 @@ async def test_a_rank_that_does_not_come_back_loses_the_worker_who_can_be_starte
     assert processes.made[-2:] == [{"checkpoint": "newest"}] * 2
     assert await moved(port, "start") == State.SLEEPING
     assert set(processes.up) == set(NAMES)
+
+
+async def test_who_may_wait_for_a_lost_rank_is_not_waited_for() -> None:
+    port, processes = await asleep()
+    waits = asyncio.Event()
+
+    async def call(name: str, method: str, *arguments: Any, **how: Any) -> Any:
+        if name == NAMES[1]:
+            raise WorkerLost("gone")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            waits.set()
+
+    processes.call = call  # type: ignore[method-assign]
+
+    with pytest.raises(WorkerLost, match="gone"):
+        await asyncio.wait_for(port.call("checksums"), 5)
+    assert await asyncio.wait_for(waits.wait(), 5), "its call was left behind"
+
+
+async def test_all_ranks_end_before_one_that_failed_is_told() -> None:
+    port, processes = await asleep()
+    ended = list[str]()
+
+    async def call(name: str, method: str, *arguments: Any, **how: Any) -> Any:
+        if name == NAMES[0]:
+            raise ActionFailed("only here")
+        await asyncio.sleep(0.05)
+        ended.append(name)
+
+    processes.call = call  # type: ignore[method-assign]
+
+    with pytest.raises(ActionFailed, match="only here"):
+        await port.call("checksums")
+    assert ended == [NAMES[1]]
 
 
 async def test_a_sleeper_that_is_declared_dead_starts_from_the_newest_checkpoint() -> None:

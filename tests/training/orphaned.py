@@ -1,4 +1,4 @@
-"""A rank that ends while its groups are suspended: ``python -m tests.training.orphaned ...``."""
+"""A rank that ends as if killed: ``python -m tests.training.orphaned RANK WORLD ... WHEN``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from tests.training.ranks import Rank, finish, make_model, train
 TIMEOUT = 10.0
 
 
-def scenario(rank: Rank) -> dict[str, Any]:
-    """Rank 1 is gone at once, as killed; what rank 0 was told, and seconds until it was free."""
+def scenario(rank: Rank, when: str) -> dict[str, Any]:
+    """Rank 1 ends, its groups suspended where it is ``asleep``; rank 0 wakes, or trains.
+
+    Gives what rank 0 was told, and the seconds until it was free. Over NCCL it does not survive to
+    tell where it trains.
+    """
     model = make_model(rank.folder / f"model-{rank.rank}")
     suspends: dict[str, Any] = {"offload": {"groups": "suspend"}, "timeout": TIMEOUT}
     trainer, told = rank.start(rank.trainer(model, **suspends)), ""
     train(trainer, 0)
-    rank.sleep(trainer)
+    if when == "asleep":
+        rank.sleep(trainer)
     kept = trainer._groups.world.live is not None
     gone = rank.folder / "gone"
     if rank.rank == 1:
@@ -31,7 +36,7 @@ def scenario(rank: Rank) -> dict[str, Any]:
         time.sleep(0.05)
     began = time.monotonic()
     try:
-        rank.wake(trainer)
+        rank.wake(trainer) if when == "asleep" else train(trainer, 1)
     except PeerLost as error:
         told = str(error)
     rank.stop(trainer)

@@ -186,7 +186,7 @@ def drift(rank: Rank, trainer: ModelTrainer) -> list[Any]:
     if rank.rank == rank.world - 1:
         with torch.no_grad():
             weight = trainer._module.get_parameter(DRIFTS).data.view(-1)
-            weight[:1] = weight[:1].nextafter(torch.tensor(9.0))
+            weight[:1] = weight[:1].nextafter(weight.new_tensor(9.0))
     try:
         found.append(trainer.check_replicas())
     except SelfCheckFailed as error:
@@ -195,12 +195,16 @@ def drift(rank: Rank, trainer: ModelTrainer) -> list[Any]:
 
 
 def all_stages(rank: Rank) -> dict[str, Any]:
-    """All stages; of two ranks one goes away, and the other shows what a sleeper gives back."""
+    """All stages; of two ranks one goes away, and the other shows what a sleeper gives back.
+
+    Over NCCL nobody goes away here: a lost peer ends the process, see :mod:`.orphaned`.
+    """
     result: dict[str, Any] = {
         str(stage): sleeping_changes_nothing(rank, stage) for stage in (0, 1, 2, 3)
     }
     if rank.world == 2:
         result["suspended"] = suspend(rank, rank.folder / f"model-{rank.rank}")
+    if rank.world == 2 and not torch.cuda.is_available():
         result["lost"] = lose_a_peer(rank, rank.folder / f"model-{rank.rank}")
         if rank.rank == 0:
             alone = Rank(0, 1, rank.store, rank.folder / "alone")
@@ -233,7 +237,8 @@ def lose_a_peer(rank: Rank, model: Path) -> dict[str, Any]:
 
 
 def suspend(rank: Rank, model: Path) -> dict[str, Any]:
-    """Groups that are kept while asleep, by both ranks; then rank 1 has none, as a new process."""
+    """Groups that both ranks keep while asleep; over gloo rank 1 then has none, as if new."""
+    alone = rank.rank == 1 and not torch.cuda.is_available()
     straight = rank.start(rank.trainer(model))
     expected = [train(straight, step) for step in range(3)], checksum(straight)
     rank.stop(straight)
@@ -241,7 +246,7 @@ def suspend(rank: Rank, model: Path) -> dict[str, Any]:
     trainer = rank.start(rank.trainer(model, offload={"groups": "suspend"}))
     result: dict[str, Any] = {"same_group": [], "asleep": []}
     losses = [train(trainer, 0)]
-    for step, forgets in ((1, False), (2, rank.rank == 1)):
+    for step, forgets in ((1, False), (2, alone)):
         before = trainer._groups.world.live
         rank.sleep(trainer)
         try:
@@ -279,7 +284,7 @@ def run_ranks(
             for process in processes:
                 process.kill()
     for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
+        assert process.returncode == 0, errors[-6000:]
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 

@@ -59,9 +59,10 @@ class TrainingGroups:
     """All process groups of one trainer rank: back at each :meth:`open`, in creation order.
 
     ``role`` and the epoch prefix the keys on the run's one store. ``timeout`` (seconds) bounds the
-    rendezvous and every collective. One instance a process has open groups at a time, because
-    torch has one world. Groups that were closed are built anew, or with ``suspends`` only resumed
-    if every rank kept the same ones; either way nobody can use them in between.
+    rendezvous and every collective; over NCCL torch ends the process that waits longer. One
+    instance a process has open groups at a time, because torch has one world. Groups that were
+    closed are built anew, or with ``suspends`` only resumed if every rank kept the same ones;
+    either way nobody can use them in between.
     """
 
     def __init__(

@@ -52,12 +52,16 @@ class Recipe:
 
 
 class _Process:
-    """A host in a Ray actor: its imports come with the process, its making with ``setup``."""
+    """A host in a Ray actor: its imports come with the process, its making with ``setup``.
+
+    So all processes import side by side, however they are made.
+    """
 
     def __init__(self, name: str, host: str, path: Sequence[str], run_dir: Path) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self._logs = Logs(run_dir, worker=name)
         self._class = resolve_name(host)
+        self._class.prepare()
         self._host: Any = None
 
     def where(self) -> tuple[str, int]:

@@ -45,6 +45,10 @@ class Kept(NamedTuple):
 class DataHost:
     """Draws samples, scores trajectories, and keeps the position in the data."""
 
+    @staticmethod
+    def prepare() -> None:
+        """Import nothing ahead: only a model that has to be made needs torch."""
+
     def __init__(
         self, data: DataConfig, reward: RewardConfig, model: ModelSpec, cache: Path, seed: int
     ) -> None:

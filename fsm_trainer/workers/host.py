@@ -102,6 +102,10 @@ class Status(NamedTuple):
 class Host(ABC):
     """One process of one worker."""
 
+    @staticmethod  # noqa: B027 (most have nothing to import)
+    def prepare() -> None:
+        """Import what the first transitions would; called once, before any host is made."""
+
     def __init__(self, place: Place) -> None:
         self.place = place
         self.generation = 0

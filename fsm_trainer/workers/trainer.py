@@ -16,6 +16,7 @@ from fsm_trainer.data.routing import Routing
 from fsm_trainer.data.seeds import derive
 from fsm_trainer.data.trajectory import Trajectory
 from fsm_trainer.groups.lease import Lease, open_all
+from fsm_trainer.groups.training import install
 from fsm_trainer.machine.errors import ActionFailed, LeaseExpired
 from fsm_trainer.machine.events import Effect
 from fsm_trainer.machine.lifecycle import Resource
@@ -50,6 +51,12 @@ class TrainerHost(Host):
     """What actor and critic share."""
 
     head: Any
+
+    @staticmethod
+    def prepare() -> None:
+        """Import DeepSpeed and transformers: two seconds of a first wake."""
+        install()
+        import transformers.modeling_utils  # noqa: F401
 
     def __init__(
         self,

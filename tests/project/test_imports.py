@@ -69,5 +69,17 @@ def test_the_driver_and_its_modules_need_ray_but_no_torch() -> None:
     assert loaded(names_in("runtime"), without_ray, absent=True) == []
 
 
+def test_a_trainers_process_has_imported_what_its_first_wake_needs_before_it_is_asked() -> None:
+    script = (
+        "import sys; from fsm_trainer.workers.trainer import ActorHost; "
+        "needs = {'deepspeed', 'transformers.modeling_utils'}; print(needs <= set(sys.modules)); "
+        "ActorHost.prepare(); print(needs <= set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
 def test_the_machine_needs_no_event_loop() -> None:
     assert loaded(names_in("machine"), ["asyncio"], absent=False) == []

@@ -21,6 +21,8 @@ from fsm_trainer.runtime.config import ClusterConfig
 class Never:
     """A host that is never done, and says who it is first."""
 
+    prepare = staticmethod(lambda: None)
+
     def __init__(self, file: Path) -> None:
         file.write_text(str(psutil.Process().pid))
         time.sleep(600)

@@ -250,6 +250,25 @@ def test_two_ranks_of_actor_and_critic_learn_what_they_learn_sharing_devices(
         assert apart.weights(2, role) == together.weights(2, role)
 
 
+@pytest.mark.nightly
+def test_a_run_goes_on_after_one_of_two_ranks_was_killed(tmp_path: Path) -> None:
+    sets = ("steps=4", "checkpoint.every=1", "actor.ranks=2", "critic.ranks=2")
+    folder = tmp_path / "run"
+    with running(folder, *SETS, *(part for text in sets for part in ("--set", text))) as run:
+        run.after_step(1)
+        run.kill("actor.1")
+        trained = run.wait()
+
+    assert trained.exit == 0, trained.output
+    died = [e.worker for e in trained.journal if e.kind is Kind.FAULT and e.trigger == "died"]
+    assert "actor" in died
+    traced = trace(folder)
+    assert traced.returncode == 0, traced.stdout + traced.stderr
+    undisturbed = train(tmp_path / "undisturbed", *sets)
+    for role in ("actor", "critic"):
+        assert trained.weights(4, role) == undisturbed.weights(4, role)
+
+
 def test_the_part_of_a_worker_that_dies_in_it_is_made_by_another_and_no_other_part_again(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,13 +110,13 @@ class Checks:
             raise self.fail("algorithm.kl_in", problem, remedy)
         sleeps = critic and not apart(spec)
         due = {"generate": True, "values": critic, "send_values": critic and not sleeps}
-        due |= {"score": scores, "train": True, "push": True}
+        due |= {"score": critic and scores, "train": True, "push": True}
         done = {
             spec.phases[phase].action for lane in spec.schedule.lanes.values() for phase in lane
         }
         if lacking := [action for action, needed in due.items() if needed and action not in done]:
             problem = f"{spec.name} has no phase in its lanes with action {', '.join(lacking)}"
-            raise self.fail("schedule", problem, "Add it: every step of a run needs one.")
+            raise self.fail("schedule", problem, "Add it: a step of a whole run needs it.")
         if config.train_offload is not None and config.train_offload is not sleeps:
             word = "sleep in turn, because they share devices" if sleeps else "sleep in no step"
             problem = f"contradicts schedule {name}, in which the trainers {word}"

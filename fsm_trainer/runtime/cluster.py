@@ -86,7 +86,8 @@ class _Handle:
 
     actor: Any
     pid: int | None = None
-    """Known where it runs on this node; elsewhere Ray's word that it is dead must do."""
+    """Known where it runs on this node, once it has imported; else Ray's word that it is dead must
+    do. What only imports holds nothing."""
 
 
 class Cluster:
@@ -99,29 +100,28 @@ class Cluster:
         self._handles: dict[str, _Handle] = {}
         logging.getLogger("ray").setLevel(logging.ERROR)
         cpus = sum(bundle.get("CPU", 0) for bundle in bundles)
-        if config.address is None:
-            # Ray's sockets live in there, and a socket's path is limited to 107 bytes.
-            self._folder = tempfile.mkdtemp(prefix="fsm-ray-")
-            try:
-                ray.init(
-                    address="local",
-                    num_cpus=int(cpus),
-                    num_gpus=config.gpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    configure_logging=False,
-                    _temp_dir=self._folder,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                )
-            except BaseException:
-                shutil.rmtree(self._folder, ignore_errors=True)
-                raise
-        else:
-            ray.init(address=config.address, log_to_driver=False, configure_logging=False)
         remote: Any = ray.remote
         self._actor = remote(concurrency_groups={CONTROL: CONTROL_THREADS})(_Process)
         self._bundles = [dict(bundle) for bundle in bundles]
-        self._group = placement_group(self._bundles, strategy="PACK")
+        ours: dict[str, Any] = {}
+        if config.address is None:
+            # Ray's sockets live in there, and a socket's path is limited to 107 bytes.
+            self._folder = tempfile.mkdtemp(prefix="fsm-ray-")
+            ours = {
+                "num_cpus": int(cpus),
+                "num_gpus": config.gpus,
+                "include_dashboard": False,
+                "_temp_dir": self._folder,
+                "object_store_memory": OBJECT_STORE_BYTES,
+            }
+        address = config.address or "local"
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False, **ours)
+            self._node = ray.get_runtime_context().get_node_id()
+            self._group = placement_group(self._bundles, strategy="PACK")
+        except BaseException:
+            self._end_ray()
+            raise
 
     @property
     def host(self) -> str:
@@ -159,7 +159,7 @@ class Cluster:
         """
         handle = self._handles[recipe.name]
         node, pid = await self._await(recipe.name, handle.actor.where.remote(), seconds)
-        handle.pid = pid if node == ray.get_runtime_context().get_node_id() else None
+        handle.pid = pid if node == self._node else None
         made = handle.actor.setup.remote(recipe.arguments)
         await self._await(recipe.name, made, seconds)
         log.debug("a process is up", worker=recipe.name, pid=pid)
@@ -250,6 +250,10 @@ class Cluster:
             time.sleep(0.02)
         if pids:
             log.warning("processes of the run were killed and are still there", pids=pids)
+        self._end_ray()
+
+    def _end_ray(self) -> None:
+        ray.shutdown()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsm_trainer.machine.errors import DeadlineExceeded, WorkerLost
+from fsm_trainer.machine.errors import DeadlineExceeded, SelfCheckFailed, WorkerLost
 from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.names import State, Trigger
 from fsm_trainer.machine.version import Version
@@ -40,6 +40,8 @@ class RayPort:
         self._make, self.recipes = recipes, recipes()
         self._exits, self._trigger = exits, ""
         self._gone: Worker | None = None
+        self._back = False
+        """Whether it has come back from its files, and has not been awake since."""
 
     @property
     def ranks(self) -> int:
@@ -57,7 +59,7 @@ class RayPort:
 
     async def _setup(self, recipes: list[Recipe]) -> None:
         self.recipes, seconds = recipes, self._deadlines.transition
-        await asyncio.gather(*(self._cluster.setup(r, seconds) for r in self.recipes))
+        await _together(self._cluster.setup(r, seconds) for r in self.recipes)
 
     async def _all(
         self, method: str, *arguments: Any, seconds: float | None = None, **how: Any
@@ -71,7 +73,8 @@ class RayPort:
         """All ranks' reports as one: what failed on any has failed, what all did is done."""
         reports: list[Report] = await self._all(method, *arguments)
         failed = [report for report in reports if report.failed is not None]
-        return min(failed or reports, key=lambda report: len(report.done))
+        # Whoever lost a peer says less of why than that peer.
+        return min(failed or reports, key=lambda r: (len(r.done), r.error.startswith("PeerLost")))
 
     async def begin(
         self, trigger: str, epoch: int, version: Version | None, world: World, generation: int
@@ -83,8 +86,12 @@ class RayPort:
         return await self._report("begin", trigger, epoch, version, world, generation)
 
     async def acquire(self) -> Report:
-        """All ranks together."""
-        return await self._report("lifecycle.acquire")
+        """All ranks together; raises WorkerLost where the files that it left are damaged."""
+        report = await self._report("lifecycle.acquire")
+        if self._back and report.error.startswith(SelfCheckFailed.__name__):
+            raise WorkerLost(f"{self._name} did not come back from its files: {report.error}")
+        self._back = self._back and report.failed is not None
+        return report
 
     async def commit(self) -> Worker:
         """All ranks together."""
@@ -111,6 +118,7 @@ class RayPort:
         back = await self._worker("lifecycle.commit")
         if back != worker:
             raise WorkerLost(f"{self._name} came back as {back}, it had left as {worker}")
+        self._back = True
 
     async def undo(self) -> Worker:
         """All ranks together."""
@@ -156,7 +164,7 @@ class RayPort:
 
     async def kill(self) -> None:
         """End all ranks."""
-        self._gone = None
+        self._gone, self._back = None, False
         seconds = self._deadlines.control
         await asyncio.gather(*(self._cluster.kill(r.name, seconds) for r in self.recipes))
 
@@ -241,8 +249,12 @@ async def _together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
             _, todo = await asyncio.wait(todo, return_when=asyncio.FIRST_COMPLETED)
             errors = [error for task in tasks if task.done() and (error := task.exception())]
     finally:
-        for task in todo:
+        for task in tasks:
             task.cancel()
-    for error in sorted(errors, key=lambda e: not isinstance(e, WorkerLost)):
+    lost = next((e for e in errors if isinstance(e, WorkerLost)), None)
+    failed = next((e for e in errors if not isinstance(e, WorkerLost)), None)
+    if lost and failed:  # it may have waited for the one that failed until a deadline ended it
+        raise WorkerLost(f"{lost}. Another rank had failed before: {failed}") from failed
+    if error := lost or failed:
         raise error
     return [task.result() for task in tasks]

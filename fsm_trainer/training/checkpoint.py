@@ -9,12 +9,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TypedDict
 
 import torch
 from safetensors.torch import load_file
 
-from fsm_trainer.machine.errors import ConfigError
+from fsm_trainer.machine.errors import ConfigError, SelfCheckFailed
 from fsm_trainer.training.models import check_folder
 
 # Raise it when the contents change their meaning; an older format is refused, not guessed at.
@@ -71,11 +72,17 @@ def write(directory: Path, rank: int, shard: Shard) -> None:
 
 
 def read(directory: Path, rank: int, zero_stage: int, world_size: int) -> Shard:
-    """One rank's shard; raises ConfigError when it's missing or of another arrangement."""
+    """One rank's shard; raises ConfigError when it's missing or of another arrangement.
+
+    SelfCheckFailed when it can't be read.
+    """
     file = path(directory, rank)
     if not file.is_file():
         raise ConfigError(f"{directory} is no checkpoint of rank {rank}: {file} doesn't exist")
-    shard: Shard = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        shard: Shard = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+        raise SelfCheckFailed(f"{file} can't be read, it is damaged ({error})") from error
     wanted = {"format": FORMAT, "zero_stage": zero_stage, "world_size": world_size}
     for name, value in wanted.items():
         if shard.get(name) != value:

@@ -269,6 +269,30 @@ def test_a_run_goes_on_after_one_of_two_ranks_was_killed(tmp_path: Path) -> None
         assert trained.weights(4, role) == undisturbed.weights(4, role)
 
 
+@pytest.mark.nightly
+def test_a_run_goes_back_to_its_checkpoint_where_what_a_sleeper_left_is_damaged(
+    trained: Trained, tmp_path: Path
+) -> None:
+    sets = ("steps=3", "checkpoint.every=1", "critic.offload.target=exit")
+    folder = tmp_path / "run"
+    file = folder / "scratch" / "critic" / "left" / "trainer" / "rank-0.pt"
+    with running(folder, *SETS, *(part for text in sets for part in ("--set", text))) as run:
+        run.after_step(1)
+        with file.open("r+b") as left:  # it sleeps until the next step's values
+            left.seek(-5000, os.SEEK_END)
+            byte = left.read(1)[0]
+            left.seek(-1, os.SEEK_CUR)
+            left.write(bytes([byte ^ 1]))
+        resumed = run.wait()
+
+    assert resumed.exit == 0, resumed.output
+    died = [f"{e.error}" for e in resumed.journal if e.kind is Kind.FAULT and e.trigger == "died"]
+    assert any("critic did not come back from its files: SelfCheckFailed" in why for why in died)
+    assert trace(folder).returncode == 0
+    for role in ("actor", "critic"):
+        assert resumed.weights(3, role) == trained.weights(3, role)
+
+
 def test_the_part_of_a_worker_that_dies_in_it_is_made_by_another_and_no_other_part_again(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fsm_trainer.machine.errors import ActionFailed, DeadlineExceeded, WorkerLost
-from fsm_trainer.machine.lifecycle import Lifecycle
+from fsm_trainer.machine.events import Effect, Op
+from fsm_trainer.machine.lifecycle import Lifecycle, Report
 from fsm_trainer.machine.names import State
 from fsm_trainer.machine.spec import load
 from fsm_trainer.machine.version import Version
@@ -147,6 +148,41 @@ async def test_who_may_wait_for_a_lost_rank_is_not_waited_for() -> None:
     with pytest.raises(WorkerLost, match="gone"):
         await asyncio.wait_for(port.call("checksums"), 5)
     assert await asyncio.wait_for(waits.wait(), 5), "its call was left behind"
+
+
+async def test_a_lost_rank_is_told_with_what_failed_before_it_on_another() -> None:
+    port, processes = await asleep()
+
+    async def call(name: str, method: str, *arguments: Any, **how: Any) -> Any:
+        if name == NAMES[0]:
+            raise ActionFailed("out of memory")
+        await asyncio.sleep(0.05)
+        raise WorkerLost("gone")
+
+    processes.call = call  # type: ignore[method-assign]
+
+    with pytest.raises(WorkerLost, match=r"gone\. Another rank had failed before: out of memory"):
+        await port.call("checksums")
+
+
+@pytest.mark.parametrize("error", ["SelfCheckFailed: came back with checksum 1", "OSError: busy"])
+async def test_damaged_files_lose_the_worker_what_may_pass_does_not(error: str) -> None:
+    port, processes = await asleep()
+    world = SYSTEM.initial()
+    await port.begin("wake", 0, None, world, 1)
+    worker, group = processes.up["actor.0"].worker, Effect("actor", Op.ACQUIRE, "train_groups")
+    lost = "PeerLost: another rank failed in start; its own error says why"
+
+    async def call(name: str, method: str, *arguments: Any, **how: Any) -> Any:
+        return Report(worker, (), group, lost if name == NAMES[0] else error)
+
+    processes.call = call  # type: ignore[method-assign]
+
+    if error.startswith("SelfCheckFailed"):
+        with pytest.raises(WorkerLost, match="did not come back from its files: SelfCheckFailed"):
+            await port.acquire()
+    else:
+        assert (await port.acquire()).error == error
 
 
 async def test_all_ranks_end_before_one_that_failed_is_told() -> None:

@@ -39,8 +39,8 @@ def scenario(rank: Rank, when: str) -> dict[str, Any]:
         rank.wake(trainer) if when == "asleep" else train(trainer, 1)
     except PeerLost as error:
         told = str(error)
-    rank.stop(trainer)
     seconds, left = time.monotonic() - began, len(registered_groups())
+    rank.stop(trainer)
 
     alone = Rank(0, 1, rank.store, rank.folder / "alone")
     alone.epoch = 1000

@@ -23,7 +23,7 @@ WORLDS = (2, 4)
 # groups. A copy of this model's weights each cycle, 20,000 of 4 bytes, would be three times that.
 GROWTH = 2 * 2**20
 
-GLOO = pytest.mark.skipif(torch.cuda.is_available(), reason="what gloo does with a lost peer")
+GLOO = pytest.mark.skipif(torch.cuda.is_available(), reason="of gloo, or of the host's memory")
 
 
 @pytest.fixture(scope="module")

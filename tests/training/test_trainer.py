@@ -291,7 +291,7 @@ def test_a_trainer_whose_process_ended_asleep_has_its_reference(rank: Rank, mode
     )
 
 
-@pytest.mark.parametrize("part", ["weights", "reference", "optimizer"])
+@pytest.mark.parametrize("part", ["weights", "reference", "optimizer", "end"])
 def test_what_a_process_left_is_recognised_when_another_one_takes_it_up(
     rank: Rank, model: Path, part: str
 ) -> None:
@@ -301,15 +301,19 @@ def test_what_a_process_left_is_recognised_when_another_one_takes_it_up(
     rank.sleep(trainer)
     file = shard_path(rank.scratch / "left", 0)
     shard = torch.load(file, weights_only=True)
-    found = shard[part][0]["exp_avg"] if part == "optimizer" else shard[part][0]
-    found.view(torch.uint8).view(-1)[5] ^= 1
+    if part != "end":
+        found = shard[part][0]["exp_avg"] if part == "optimizer" else shard[part][0]
+        found.view(torch.uint8).view(-1)[5] ^= 1
 
     trainer.release("bank")
     file.parent.mkdir(parents=True)
     torch.save(shard, file)
+    if part == "end":
+        file.write_bytes(file.read_bytes()[:-100])
     returned = Origin(model, returned=True)
     trainer = rank.trainer(returned, offload=OffloadConfig(target="exit"))
-    with pytest.raises(SelfCheckFailed, match="actor-0 came back with checksum"):
+    told = "can't be read, it is damaged" if part == "end" else "actor-0 came back with checksum"
+    with pytest.raises(SelfCheckFailed, match=told):
         rank.start(trainer)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
@@ -211,8 +210,8 @@ def _trainer(folder: Path, told: Told) -> Iterator[ModelTrainer]:
 def _tables(folder: Path) -> dict[str, Any]:
     try:
         tables: dict[str, Any] = torch.load(folder / TABLES, weights_only=True)
-    except (OSError, RuntimeError, UnpicklingError) as error:
-        raise ConfigError(f"{folder / TABLES} can't be read ({error}). Dump it again") from error
+    except Exception as error:  # of what a flipped bit raises there is no end
+        raise ConfigError(f"{folder / TABLES} can't be read ({error!r}). Dump it again") from error
     return tables
 
 

@@ -180,9 +180,10 @@ class TrainingGroups:
             self.is_open, self._kept = True, None
             return
         self._destroy()
-        # torch ends a process whose NCCL collective is late, but four times this many milliseconds
-        # later: by default a minute.
-        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        if self._backend == "nccl":
+            # torch ends a process whose collective is late, but four times this many milliseconds
+            # later: by default a minute.
+            os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         hook = sys.excepthook
         dist.init_process_group(
             self._backend,

@@ -109,7 +109,7 @@ class Checks:
             remedy = "Write reward with schedule disaggregated_critic_score, loss with another."
             raise self.fail("algorithm.kl_in", problem, remedy)
         sleeps = critic and not apart(spec)
-        due = {"generate": True, "values": critic, "send_values": critic and not sleeps}
+        due = {"generate": True, "values": critic, "send_values": apart(spec)}
         due |= {"score": critic and scores, "train": True, "push": True}
         done = {
             spec.phases[phase].action for lane in spec.schedule.lanes.values() for phase in lane

@@ -119,8 +119,9 @@ class Cluster:
             ray.init(address=address, log_to_driver=False, configure_logging=False, **ours)
             self._node = ray.get_runtime_context().get_node_id()
             self._group = placement_group(self._bundles, strategy="PACK")
-        except BaseException:
-            self._end_ray()
+        except BaseException:  # a Ctrl-C too must leave nothing
+            ray.shutdown()
+            self._delete_folder()
             raise
 
     @property
@@ -250,10 +251,9 @@ class Cluster:
             time.sleep(0.02)
         if pids:
             log.warning("processes of the run were killed and are still there", pids=pids)
-        self._end_ray()
+        self._delete_folder()
 
-    def _end_ray(self) -> None:
-        ray.shutdown()
+    def _delete_folder(self) -> None:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 

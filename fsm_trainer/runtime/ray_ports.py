@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsm_trainer.machine.errors import DeadlineExceeded, SelfCheckFailed, WorkerLost
+from fsm_trainer.machine.errors import DeadlineExceeded, PeerLost, SelfCheckFailed, WorkerLost
 from fsm_trainer.machine.lifecycle import Report
 from fsm_trainer.machine.names import State, Trigger
 from fsm_trainer.machine.version import Version
@@ -73,8 +73,8 @@ class RayPort:
         """All ranks' reports as one: what failed on any has failed, what all did is done."""
         reports: list[Report] = await self._all(method, *arguments)
         failed = [report for report in reports if report.failed is not None]
-        # Whoever lost a peer says less of why than that peer.
-        return min(failed or reports, key=lambda r: (len(r.done), r.error.startswith("PeerLost")))
+        peer_lost = PeerLost.__name__  # who lost a peer says less of why than that peer
+        return min(failed or reports, key=lambda r: (len(r.done), r.error.startswith(peer_lost)))
 
     async def begin(
         self, trigger: str, epoch: int, version: Version | None, world: World, generation: int
@@ -254,7 +254,7 @@ async def _together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     lost = next((e for e in errors if isinstance(e, WorkerLost)), None)
     failed = next((e for e in errors if not isinstance(e, WorkerLost)), None)
     if lost and failed:  # it may have waited for the one that failed until a deadline ended it
-        raise WorkerLost(f"{lost}. Another rank had failed before: {failed}") from failed
+        raise WorkerLost(f"{lost}. Another rank failed: {failed}") from failed
     if error := lost or failed:
         raise error
     return [task.result() for task in tasks]

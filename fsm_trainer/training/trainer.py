@@ -52,9 +52,8 @@ class ModelTrainer:
     """One rank's model and AdamW in DeepSpeed; implements ``ModelPort``.
 
     ``origin`` is what each start begins from, ``total_steps`` the optimizer steps of the whole run.
-    All methods raise
-    :class:`~fsm_trainer.machine.errors.Refused` when a resource that they need isn't held, and
-    :class:`~fsm_trainer.machine.errors.PeerLost` when another rank is gone.
+    All methods raise :class:`~fsm_trainer.machine.errors.Refused` when a resource that they need
+    isn't held, and :class:`~fsm_trainer.machine.errors.PeerLost` when another rank is gone.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "fsm_trainer"
 # on, its commands excepted: 200 for check, export and simulate. 360 more are trainers at full size
 # (measured and suspended sleep, sealed checkpoints, packing: 475), less cuts of 115; 130 other ways
 # to sleep, 155 a critic on devices of its own. 1,330 are the numbers: algorithms and their phase
-# (250), checks and steps computed again (770), routes replayed on both engines (310). 95 are what
+# (250), checks and steps computed again (770), routes replayed on both engines (310). 100 are what
 # a start that fails on one rank, a process that ended, is lost or never done, and a line that was
 # cut leave, and what processes import ahead. The proof of it counts by itself: it is read, and run,
 # apart. So do the monitor (320), which watches other trainers, the kit for other people's

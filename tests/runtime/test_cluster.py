@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 
+from fsm_trainer.runtime import cluster as cluster_module
 from fsm_trainer.runtime.cluster import Cluster, Recipe
 from fsm_trainer.runtime.config import ClusterConfig
 
@@ -48,9 +49,9 @@ def test_a_process_whose_host_is_never_done_is_seen_dead(cluster: Cluster, tmp_p
         await cluster.reserve(60)
         cluster.start(recipe)
         setup = asyncio.create_task(cluster.setup(recipe, 60))
-        while not file.exists():
+        while not setup.done() and not (file.exists() and file.read_text()):
             await asyncio.sleep(0.05)
-        setup.cancel()
+        assert setup.cancel(), setup.exception()
         assert alive(int(file.read_text()))
         await cluster.kill("never", 10)
 
@@ -70,3 +71,21 @@ def test_a_ray_that_does_not_start_leaves_no_folder(
     with pytest.raises(ConnectionError):
         Cluster(ClusterConfig(), [{"CPU": 1.0}], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ray_that_reserves_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **settings: object) -> None:
+        assert ray.is_initialized() and list(folders.iterdir())
+        raise ValueError("no bundles today")
+
+    # Ray's sockets lie in there: their paths must be short.
+    with tempfile.TemporaryDirectory(prefix="fsm-test-") as short:
+        folders = Path(short)
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        monkeypatch.setattr(cluster_module, "placement_group", refuse)
+        with pytest.raises(ValueError, match="no bundles today"):
+            Cluster(ClusterConfig(), [{"CPU": 1.0}], tmp_path)
+        assert not ray.is_initialized()
+        assert list(folders.iterdir()) == []

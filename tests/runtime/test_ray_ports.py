@@ -161,7 +161,7 @@ async def test_a_lost_rank_is_told_with_what_failed_before_it_on_another() -> No
 
     processes.call = call  # type: ignore[method-assign]
 
-    with pytest.raises(WorkerLost, match=r"gone\. Another rank had failed before: out of memory"):
+    with pytest.raises(WorkerLost, match=r"gone\. Another rank failed: out of memory"):
         await port.call("checksums")
 
 

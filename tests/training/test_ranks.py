@@ -23,7 +23,7 @@ WORLDS = (2, 4)
 # groups. A copy of this model's weights each cycle, 20,000 of 4 bytes, would be three times that.
 GROWTH = 2 * 2**20
 
-GLOO = pytest.mark.skipif(torch.cuda.is_available(), reason="of gloo, or of the host's memory")
+GLOO = pytest.mark.skipif(torch.cuda.is_available(), reason="it asks gloo, or looks at host memory")
 
 
 @pytest.fixture(scope="module")
